@@ -1,0 +1,194 @@
+"""Every knob, as one dataclass a config group. Defaults live in conf/; these types reject unknown keys and wrong types."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from omegaconf import MISSING
+
+
+@dataclass
+class ClusterConfig:
+    """Where the job runs: this machine through submitit's local executor, or Slurm."""
+
+    name: str = "local"
+    nodes: int = 1
+    gpus_per_node: int = 0
+    timeout_min: int = 120
+    partition: str | None = None
+    account: str | None = None
+    max_attempts: int = 3  # a crashed attempt is started again from the last checkpoint this often
+
+
+@dataclass
+class ModelConfig:
+    """The policy. ``path`` is a Hugging Face checkpoint directory or hub id."""
+
+    path: str = MISSING
+    max_model_len: int = 4096
+    dtype: str = "float32"
+    tool_parser: str = "hermes"
+
+
+@dataclass
+class EngineConfig:
+    """vLLM and the shards in front of it."""
+
+    port: int = 0  # 0: a free one
+    start_timeout_s: float = 300.0
+    request_timeout_s: float = 300.0
+    sync_timeout_s: float = 120.0
+    kv_cache_gib: float = 1.0
+    max_num_seqs: int = 32
+    single_process: bool = True  # CPU: one process with one OpenMP thread halves the cost of a rollout
+    omp_threads: int = 1
+    weight_transfer: str = "auto"  # file | gloo | nccl; auto = nccl on GPU, file on CPU
+    extra_args: list[str] = field(default_factory=list)
+    shards: int = 2
+    max_restarts: int = 5
+
+
+@dataclass
+class SessionPolicy:
+    """What every call of a session is sampled with, whatever the harness asks for."""
+
+    temperature: float = 1.0
+    max_tokens: int = 512  # per call
+    max_calls: int = 40  # per rollout; then the session's calls are answered by the dialect's own error
+
+
+@dataclass
+class HarnessConfig:
+    """Limits for one rollout, whichever harness runs it."""
+
+    timeout_s: float = 120.0
+    retries: int = 2  # for infrastructure failures only
+    home: str | None = None  # where harnesses are installed; null = ~/.cache/yoke
+    sampling: SessionPolicy = field(default_factory=SessionPolicy)
+
+
+@dataclass
+class MixConfig:
+    """Which harnesses train, and how often each comes round."""
+
+    harnesses: list[str] = MISSING
+
+
+@dataclass
+class TasksConfig:
+    """Training and held-out tasks: Harbor directories, or generated ones."""
+
+    kind: str = "generated"  # generated | harbor
+    train: str | None = None  # directory of task directories (harbor)
+    test: str | None = None
+    train_size: int = 256
+    test_size: int = 100
+    seed: int = 0
+    check: bool = True  # oracle → 1 and nop → 0 on every task before the run
+
+
+@dataclass
+class SandboxConfig:
+    """Isolation and limits of everything that an agent or a verifier starts."""
+
+    kind: str = "auto"  # auto | bubblewrap | process
+    memory_mb: int = 2048
+    processes: int = 256
+    open_files: int = 4096
+    file_mb: int = 256
+    tmp_mb: int = 256
+
+
+@dataclass
+class RewardConfig:
+    """``fn`` names a function outcome -> float | None, as ``package.module:function``."""
+
+    fn: str = "pipeline.stages.advantage:default_reward"
+    malformed_is_call: bool = True
+
+
+@dataclass
+class AlgorithmConfig:
+    """Groups, advantage, loss and flow control."""
+
+    updates: int = 24
+    group_size: int = 8
+    groups_per_update: int = 6
+    loss: str = "ppo_clip"
+    aggregation: str = "group_mean"  # group_mean | rollout_mean | token_mean | constant
+    clip_low: float = 0.2
+    clip_high: float = 0.2
+    minibatches: int = 3
+    normalize_std: bool = False
+    max_staleness: int = 2
+    stale_wait_s: float = 60.0
+    max_outstanding_rollouts: int = 96
+    refill_factor: float = 1.0  # zero-contrast groups are replaced by at most this many times the groups of an update
+    max_rerolls: int = 2
+
+
+@dataclass
+class TrainingConfig:
+    """Optimiser, DeepSpeed and checkpoints."""
+
+    learning_rate: float = 2e-4
+    decay_fraction: float = 0.33  # the last third of the updates decays linearly to min_lr_ratio
+    min_lr_ratio: float = 0.1
+    betas: list[float] = field(default_factory=lambda: [0.9, 0.95])
+    weight_decay: float = 0.0
+    max_grad_norm: float = 1.0
+    zero_stage: int = 1
+    token_budget: int = 8192  # padded tokens of one micro-batch
+    threads: int = 1
+    checkpoint_every: int = 4
+    keep_checkpoints: int = 2
+    gradient_checkpointing: bool = False
+
+
+@dataclass
+class EvaluationConfig:
+    """The held-out tasks, before and after."""
+
+    rollouts_per_task: int = 2
+    retries: int = 2
+    before: bool = True
+    after: bool = True
+
+
+@dataclass
+class LoggingConfig:
+    """Where metrics go besides the run directory."""
+
+    wandb: str = "offline"  # offline | online | disabled
+    project: str = "yoke"
+    group: str | None = None
+    tags: list[str] = field(default_factory=list)
+    progress: bool = True
+
+
+@dataclass
+class Config:
+    """The composed configuration of a run."""
+
+    run_dir: str = MISSING
+    seed: int = 0
+    concurrency: int = 4  # rollouts at once on a node
+    fresh: bool = False
+    cluster: ClusterConfig = field(default_factory=ClusterConfig)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    engine: EngineConfig = field(default_factory=EngineConfig)
+    harness: HarnessConfig = field(default_factory=HarnessConfig)
+    mix: MixConfig = field(default_factory=MixConfig)
+    tasks: TasksConfig = field(default_factory=TasksConfig)
+    sandbox: SandboxConfig = field(default_factory=SandboxConfig)
+    reward: RewardConfig = field(default_factory=RewardConfig)
+    algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
+    training: TrainingConfig = field(default_factory=TrainingConfig)
+    evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
+    logging: LoggingConfig = field(default_factory=LoggingConfig)
+    experiment: Any = None
+
+
+class UserError(Exception):
+    """A mistake that the person at the terminal can mend: shown as one line, exit code 2, no traceback."""
