@@ -1,0 +1,42 @@
+# Two commands set everything up: `make quickstart` and `make test`. `make help` lists the rest.
+VENV ?= .venv
+BIN := $(VENV)/bin
+HARNESSES ?= pi
+override FRESH := $(if $(filter 1 true yes,$(FRESH)),fresh=true)
+export OMP_NUM_THREADS ?= 1
+
+.DEFAULT_GOAL := help
+.PHONY: help quickstart test install harnesses lint format lock soak clean
+
+help:  ## list the targets
+	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
+
+quickstart: harnesses  ## install everything, then train and evaluate a small model (FRESH=1 starts over)
+	$(BIN)/yoke train +experiment=quickstart $(FRESH)
+
+test: harnesses  ## install everything, then run the tests (ARGS="-k word" chooses)
+	$(BIN)/python -m pytest -m "not soak" $(ARGS)
+
+install:  ## make or repair the environment in VENV (default .venv)
+	@python3 tools/install.py --venv $(VENV)
+
+harnesses: install  ## install the coding agents named in HARNESSES, each in its own prefix
+	$(BIN)/python -m pipeline.harness.install $(HARNESSES)
+
+lint: install  ## style and types
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: install  ## put the code in the form that lint asks for
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+lock: install  ## pin everything that setup.cfg asks for, with hashes, in requirements/cpu.txt
+	PIP_FIND_LINKS= UV_FIND_LINKS= $(BIN)/uv pip compile --quiet --config-file requirements/uv.toml setup.cfg -o requirements/cpu.txt
+
+soak: harnesses  ## the long tests
+	$(BIN)/python -m pytest -m soak --timeout 0 $(ARGS)
+
+clean:  ## remove the environment and every cache; runs/ stays
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .hypothesis .mypy_cache .ruff_cache
