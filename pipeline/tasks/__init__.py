@@ -1,0 +1,1 @@
+"""Harbor tasks: reading them, and making them."""
