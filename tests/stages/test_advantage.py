@@ -1,0 +1,188 @@
+"""Rewards and advantages against hand computation; ungraded rollouts and groups without contrast."""
+
+from __future__ import annotations
+
+import sys
+import types
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipeline.config import UserError
+from pipeline.records import Outcome, PolicyVersion, RolloutRecord, Verdict
+from pipeline.stages.advantage import (
+    advantages,
+    default_reward,
+    enough_graded,
+    has_contrast,
+    load_reward,
+    score,
+    to_train_group,
+)
+
+DEFAULT = "pipeline.stages.advantage:default_reward"
+
+
+def rollout(
+    reward: float | None = None,
+    correctness: float | None = 1.0,
+    tool_calls: int = 0,
+    malformed: int = 0,
+    index: int = 0,
+    outcome: Outcome = Outcome.SOLVED,
+    harness: str = "pi",
+) -> RolloutRecord:
+    return RolloutRecord(
+        rollout_id=f"g-{index}",
+        group_id="g",
+        index=index,
+        task_id="t",
+        harness=harness,
+        outcome=outcome,
+        verdict=Verdict(reward, correctness, tool_calls),
+        rows=(),
+        version=PolicyVersion(0, 1),
+        newest_version=PolicyVersion(0, 1),
+        calls=tool_calls + malformed,
+        malformed=malformed,
+        undelivered=0,
+        prompt_tokens=0,
+        sampled_tokens=0,
+        wall_s=1.0,
+    )
+
+
+def group(*rewards: float | None) -> list[RolloutRecord]:
+    return [rollout(reward=reward, index=index) for index, reward in enumerate(rewards)]
+
+
+@pytest.fixture
+def user_module() -> Iterator[Callable[[Callable[[RolloutRecord], object]], str]]:
+    """Installs a function as ``user_rewards:f`` and gives its name."""
+
+    def install(function: Callable[[RolloutRecord], object]) -> str:
+        module = types.ModuleType("user_rewards")
+        module.f = function  # type: ignore[attr-defined]
+        sys.modules["user_rewards"] = module
+        return "user_rewards:f"
+
+    yield install
+    sys.modules.pop("user_rewards", None)
+
+
+@pytest.mark.parametrize(
+    ("correctness", "calls", "expected"),
+    [(1.0, 0, 1.1), (1.0, 15, 1.05), (1.0, 135, 1.01), (0.0, 0, 0.0), (0.5, 15, 0.525), (None, 3, None)],
+)
+def test_default_reward_by_hand(correctness: float | None, calls: int, expected: float | None) -> None:
+    reward = default_reward(rollout(correctness=correctness, tool_calls=calls))
+    assert reward == (None if expected is None else pytest.approx(expected))
+
+
+def test_malformed_calls_count_as_calls_only_if_asked() -> None:
+    outcome = rollout(tool_calls=5, malformed=10)
+    assert load_reward(DEFAULT)(outcome) == pytest.approx(1.05)
+    assert load_reward(DEFAULT, malformed_is_call=False)(outcome) == pytest.approx(1 + 0.1 * 15 / 20)
+    assert outcome.verdict.tool_calls == 5
+
+
+def test_ungraded_rollouts_never_reach_the_users_function(user_module: Callable[..., str]) -> None:
+    seen: list[RolloutRecord] = []
+    reward = load_reward(user_module(lambda outcome: seen.append(outcome) or 1.0))
+    assert reward(rollout(outcome=Outcome.INFRASTRUCTURE)) is None
+    assert reward(rollout(correctness=None)) is None
+    assert seen == []
+    assert reward(rollout()) == 1.0
+
+
+@pytest.mark.parametrize("answer", [float("nan"), float("inf"), "1"])
+def test_an_answer_that_is_no_finite_number_is_refused(user_module: Callable[..., str], answer: object) -> None:
+    with pytest.raises(UserError, match="user_rewards:f"):
+        load_reward(user_module(lambda outcome: answer))(rollout())
+
+
+@pytest.mark.parametrize(
+    ("fn", "said"),
+    [
+        ("nowhere.to.find:f", "cannot import"),
+        ("pipeline.stages.advantage:missing", "has no function missing"),
+        ("pipeline.stages.advantage", "package.module:function"),
+        ("pipeline.stages.advantage:CONTRAST", "has no function CONTRAST"),
+    ],
+)
+def test_a_wrong_reward_name_is_a_user_error(fn: str, said: str) -> None:
+    with pytest.raises(UserError, match=said):
+        load_reward(fn)
+
+
+def test_scoring_replaces_rewards_and_may_be_repeated() -> None:
+    records = [rollout(reward=9.0, tool_calls=15), rollout(correctness=None)]
+    once = score(records, load_reward(DEFAULT))
+    assert [record.verdict.reward for record in once] == [pytest.approx(1.05), None]
+    assert score(once, load_reward(DEFAULT)) == once
+
+
+def test_the_baseline_is_the_mean_of_the_graded_rollouts_only() -> None:
+    assert advantages(group(1.0, 0.0, None, 0.5)) == [pytest.approx(0.5), pytest.approx(-0.5), None, pytest.approx(0.0)]
+
+
+def test_dividing_by_the_deviation_is_an_option() -> None:
+    rewards = [1.1, 0.0, 1.05, 0.0]
+    plain, scaled = advantages(group(*rewards)), advantages(group(*rewards), normalize_std=True)
+    np.testing.assert_allclose(plain, np.array(rewards) - np.mean(rewards))
+    np.testing.assert_allclose(scaled, (np.array(rewards) - np.mean(rewards)) / np.std(rewards), rtol=1e-5)
+
+
+def test_a_group_with_nothing_graded_has_no_advantages() -> None:
+    assert advantages(group(None, None)) == [None, None]
+
+
+@given(st.lists(st.one_of(st.none(), st.floats(-10, 10)), min_size=1, max_size=16), st.floats(-5, 5))
+def test_advantages_sum_to_zero_and_ignore_a_constant(rewards: list[float | None], shift: float) -> None:
+    values = advantages(group(*rewards))
+    moved = advantages(group(*(None if reward is None else reward + shift for reward in rewards)))
+    assert [value is None for value in values] == [reward is None for reward in rewards]
+    graded = [value for value in values if value is not None]
+    assert sum(graded) == pytest.approx(0.0, abs=1e-9)
+    assert [value for value in moved if value is not None] == pytest.approx(graded, abs=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("graded", "size", "enough"),
+    [(4, 8, True), (3, 8, False), (2, 3, True), (1, 2, False), (3, 7, False), (4, 7, True)],
+)
+def test_half_a_group_and_never_one_alone(graded: int, size: int, enough: bool) -> None:
+    assert enough_graded(group(*[1.0] * graded, *[None] * (size - graded)), size) is enough
+
+
+def test_contrast_is_a_difference_between_graded_rewards() -> None:
+    assert has_contrast(group(1.0, 0.0, None))
+    assert has_contrast(group(1.1, 1.05))
+    assert not has_contrast(group(1.0, 1.0, None))
+    assert not has_contrast(group(None, None))
+    assert not has_contrast(group(1.05, 1.0 + 0.1 * 15.0 / 30.0))
+
+
+def test_a_train_group_holds_graded_rollouts_with_their_advantages() -> None:
+    records = group(1.0, None, 0.0, 0.5)
+    made = to_train_group(records, size=4)
+    assert made is not None
+    assert made.rollouts == (records[0], records[2], records[3])
+    assert made.advantages == (pytest.approx(0.5), pytest.approx(-0.5), pytest.approx(0.0))
+    assert (made.group_id, made.harness) == ("g", "pi")
+
+
+def test_no_train_group_without_contrast_or_with_too_few_graded() -> None:
+    assert to_train_group(group(1.0, 1.0, 1.0, 1.0), size=4) is None
+    assert to_train_group(group(1.0, None, None, None), size=4) is None
+    assert to_train_group(group(1.0, 0.0, None, None, None), size=5) is None
+
+
+def test_rollouts_of_two_harnesses_are_no_group() -> None:
+    mixed = [*group(1.0), replace(group(0.0)[0], harness="claude-code")]
+    with pytest.raises(ValueError, match="several groups or harnesses"):
+        to_train_group(mixed, size=2)
