@@ -1,0 +1,180 @@
+"""Files of a run directory: Parquet for closed groups, JSONL for ledgers. One writer a file; atomic renames."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from pipeline.config import UserError
+from pipeline.records import ROLLOUT_SCHEMA, Outcome, PolicyVersion, RolloutRecord, Row, Verdict
+
+_PLAIN = ("rollout_id", "group_id", "index", "task_id", "harness", "calls", "malformed", "undelivered")
+_FIGURES = ("prompt_tokens", "sampled_tokens", "wall_s")
+
+
+def publish(path: Path, write: Callable[[Path], None]) -> None:
+    """Let ``write`` fill a temporary file beside ``path``, then rename it there: readers see all of it or nothing.
+
+    On an error nothing is left behind, and the error goes on.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        write(temporary)
+        _sync(temporary)
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Publish ``value`` as indented JSON."""
+    text = json.dumps(value, indent=2, allow_nan=False) + "\n"
+    publish(path, lambda temporary: _write_text(temporary, text))
+
+
+def write_group(path: Path, records: Sequence[RolloutRecord]) -> None:
+    """Publish the rollouts of one group as a Parquet file after ROLLOUT_SCHEMA."""
+    table = _to_table(records)
+    publish(path, lambda temporary: pq.write_table(table, temporary, compression="zstd"))
+
+
+def read_group(path: Path) -> tuple[RolloutRecord, ...]:
+    """The rollouts of a file that write_group made, rows included. Raises UserError when it is not such a file."""
+    try:
+        table = pq.read_table(path, schema=ROLLOUT_SCHEMA)
+    except (OSError, pa.ArrowInvalid) as error:
+        raise UserError(f"cannot read the rollouts in {path}: {error}") from None
+    rows = _rows_of(table.column("rows").combine_chunks())
+    plain = table.drop_columns(["rows"]).to_pylist()
+    return tuple(_to_record(fields, own) for fields, own in zip(plain, rows, strict=True))
+
+
+def append_jsonl(path: Path, entry: dict[str, Any]) -> None:
+    """Add one line to a ledger, in one write. A line that an earlier crash tore is cut off first."""
+    line = json.dumps(entry, allow_nan=False).encode() + b"\n"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with open(path, "ab+", buffering=0) as file:
+        _mend_tail(file)
+        file.write(line)
+
+
+def read_jsonl(path: Path) -> list[dict[str, Any]]:
+    """The entries of a ledger, oldest first; [] when there is no file. A torn last line is passed over.
+
+    Raises UserError for a bad line anywhere else: that is damage, not a crash in the middle of a write.
+    """
+    if not path.exists():
+        return []
+    lines = path.read_bytes().split(b"\n")
+    entries = [_parse(line) for line in lines[:-1]]
+    for number, entry in enumerate(entries, 1):
+        if entry is None:
+            raise UserError(f"{path}, line {number}: not a JSON object; the ledger is damaged")
+    last = _parse(lines[-1])
+    return [entry for entry in [*entries, last] if entry is not None]
+
+
+def _parse(line: bytes) -> dict[str, Any] | None:
+    try:
+        value = json.loads(line)
+    except (json.JSONDecodeError, UnicodeDecodeError):
+        return None
+    return value if isinstance(value, dict) else None
+
+
+def _mend_tail(file: Any) -> None:
+    """End the file with a newline: complete a whole last line, cut off a torn one."""
+    size = file.seek(0, os.SEEK_END)
+    if not size:
+        return
+    file.seek(size - 1)
+    if file.read(1) == b"\n":
+        return
+    file.seek(0)
+    content = file.read()
+    start = content.rfind(b"\n") + 1
+    if _parse(content[start:]) is None:
+        file.truncate(start)
+    else:
+        file.write(b"\n")
+
+
+def _write_text(path: Path, text: str) -> None:
+    path.write_text(text, encoding="utf-8")
+
+
+def _sync(path: Path) -> None:
+    with open(path, "rb") as file:
+        os.fsync(file.fileno())
+
+
+def _to_table(records: Sequence[RolloutRecord]) -> pa.Table:
+    columns: dict[str, Any] = {name: [getattr(record, name) for record in records] for name in (*_PLAIN, *_FIGURES)}
+    for name in ("reward", "correctness", "tool_calls", "reason"):
+        columns[name] = [getattr(record.verdict, name) for record in records]
+    columns["outcome"] = [record.outcome.value for record in records]
+    columns["version"] = [str(record.version) for record in records]
+    columns["newest_version"] = [str(record.newest_version) for record in records]
+    columns["info"] = [json.dumps(record.info) for record in records]
+    arrays = [pa.array(columns[field.name], field.type) for field in ROLLOUT_SCHEMA if field.name != "rows"]
+    return pa.Table.from_arrays([*arrays, _rows_array([record.rows for record in records])], schema=ROLLOUT_SCHEMA)
+
+
+def _rows_array(rows: Sequence[Sequence[Row]]) -> pa.ListArray:
+    """The rows column, built from the numpy arrays without a Python object a token."""
+    flat = [row for own in rows for row in own]
+    type_of = ROLLOUT_SCHEMA.field("rows").type.value_type
+    offsets = _offsets([len(row.input_ids) for row in flat])
+    fields = [
+        pa.ListArray.from_arrays(offsets, _values([getattr(row, field.name) for row in flat], field.type.value_type))
+        for field in type_of
+    ]
+    structs = pa.StructArray.from_arrays(fields, fields=list(type_of))
+    return pa.ListArray.from_arrays(_offsets([len(own) for own in rows]), structs)
+
+
+def _offsets(lengths: Sequence[int]) -> pa.Array:
+    return pa.array(np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32))
+
+
+def _values(arrays: Sequence[np.ndarray], type_of: pa.DataType) -> pa.Array:
+    dtype = type_of.to_pandas_dtype()
+    joined = np.concatenate(arrays) if arrays else np.zeros(0)
+    return pa.array(np.ascontiguousarray(joined, dtype=dtype), type_of)
+
+
+def _rows_of(column: pa.ListArray) -> list[tuple[Row, ...]]:
+    structs = column.flatten()
+    names = ("input_ids", "loss_mask", "logprobs")
+    lists = {name: structs.field(name) for name in names}
+    parts = {name: _split(lists[name]) for name in names}
+    flat = [Row(*fields) for fields in zip(*(parts[name] for name in names), strict=True)]
+    bounds = column.offsets.to_numpy() - (column.offsets[0].as_py() if len(column) else 0)
+    return [tuple(flat[start:end]) for start, end in pairwise(bounds)]
+
+
+def _split(column: pa.ListArray) -> list[np.ndarray]:
+    values = column.flatten().to_numpy(zero_copy_only=False)
+    return np.split(values, np.cumsum(column.value_lengths().to_numpy())[:-1]) if len(column) else []
+
+
+def _to_record(fields: dict[str, Any], rows: tuple[Row, ...]) -> RolloutRecord:
+    verdict = Verdict(fields["reward"], fields["correctness"], fields["tool_calls"], fields["reason"])
+    return RolloutRecord(
+        **{name: fields[name] for name in (*_PLAIN, *_FIGURES)},
+        outcome=Outcome(fields["outcome"]),
+        verdict=verdict,
+        rows=rows,
+        version=PolicyVersion.parse(fields["version"]),
+        newest_version=PolicyVersion.parse(fields["newest_version"]),
+        info=json.loads(fields["info"]),
+    )
