@@ -1,8 +1,9 @@
 #!/usr/bin/env python3
 """Set up Yoke's environment: `make install`, or `python3 tools/install.py [--venv DIR] [--torch WAY]`.
 
-Standard library only, because it runs before anything is installed. It makes the environment, then installs torch (by the
-first of three ways that works), everything else from requirements/cpu.txt, and Yoke itself from this folder. Needs no root.
+Standard library only, because it runs before anything is installed. It makes the environment, then installs torch (by
+the first of three ways that works), everything else from requirements/cpu.txt, and Yoke itself from this folder. Needs
+no root.
 """
 
 from __future__ import annotations
@@ -59,15 +60,15 @@ def install(venv: Path, way: str) -> None:
         say(f"{venv} is up to date")
         return
     check_disk(venv)
-    owned = prepare(venv)
-    if owned:
-        write_stamp(venv, {"state": "unfinished"})
+    state = prepare(venv)
     make_environment(venv)
     environ = uv_environ(venv)
     install_torch(venv, environ, WAYS if way == "auto" else (way,))
     say(f"everything else from {LOCK.relative_to(ROOT)}")
-    pip_install(venv, environ, "--no-deps", "--require-hashes", "--build-constraints", str(BUILD_LOCK), "-r", str(LOCK))
-    pip_install(venv, environ, "--no-deps", "--no-build-isolation", "--quiet", "--editable", str(ROOT))
+    again = ["--reinstall"] if state == "repair" else []
+    locked = ["--no-deps", "--require-hashes", "--build-constraints", str(BUILD_LOCK), "--requirements", str(LOCK)]
+    pip_install(venv, environ, *again, *locked)
+    pip_install(venv, environ, "--no-deps", "--no-build-isolation", "--editable", str(ROOT))
     version = check_imports(venv)
     write_stamp(venv, {"state": "done", "at": str(venv), "inputs": fingerprint(), "torch": version})
     say(f"done in {time.monotonic() - started:.0f} s (torch {version})")
@@ -80,25 +81,32 @@ def up_to_date(venv: Path) -> bool:
     """Whether a finished install from the very same inputs stands at this very place."""
     stamp = read_stamp(venv)
     same = stamp.get("at") == str(venv) and stamp.get("inputs") == fingerprint()
-    return (
-        same and stamp.get("state") == "done" and (venv / "bin" / "yoke").exists() and python_version(venv) in PYTHONS
-    )
+    works = (venv / "bin" / "yoke").exists() and python_version(venv) in PYTHONS
+    return same and works and stamp.get("state") == "done"
 
 
-def prepare(venv: Path) -> bool:
-    """Clear away a half-made or moved environment. Returns whether ``venv`` is ours to clear the next time."""
-    stamp = read_stamp(venv)
+def prepare(venv: Path) -> str:
+    """Clear away a half-made or moved environment, and leave a note for the next run in case this one breaks off.
+
+    Returns what is to be done: "make" a new one, "update" a finished one, "repair" one whose update broke off, or
+    "adopt" one that was made by hand, which is never removed.
+    """
+    stamp, works = read_stamp(venv), python_version(venv) in PYTHONS
     if not stamp and venv.exists() and any(venv.iterdir()):
-        if python_version(venv) not in PYTHONS:
+        if not works:
             raise InstallError(
-                f"{venv} is no environment of Python 3.11 or 3.12: remove it, or choose another with VENV="
+                f"{venv} is no Python 3.11 or 3.12 environment: remove it, or set VENV= to another place"
             )
         say(f"{venv} was made by hand: completing it in place")
-        return False
-    if stamp and (stamp.get("state") != "done" or stamp.get("at") != str(venv) or python_version(venv) not in PYTHONS):
+        return "adopt"
+    if works and stamp.get("at") == str(venv):
+        write_stamp(venv, {"state": "update", "at": str(venv)})
+        return "update" if stamp["state"] == "done" else "repair"
+    if stamp:
         say(f"{venv} is unfinished or was moved: making it anew")
         shutil.rmtree(venv)
-    return True
+    write_stamp(venv, {"state": "make"})
+    return "make"
 
 
 def fingerprint() -> str:
@@ -129,9 +137,7 @@ def check_disk(venv: Path) -> None:
     place = next(folder for folder in (venv, *venv.parents) if folder.exists())
     free = shutil.disk_usage(place).free / 1e9
     if free < FREE_GB and not (venv / "bin").exists():
-        raise InstallError(
-            f"{place} has {free:.1f} GB free and the install needs {FREE_GB} GB: make room, or set VENV="
-        )
+        raise InstallError(f"{place} has {free:.1f} GB free and needs {FREE_GB} GB: make room, or set VENV=")
 
 
 # The environment and uv
@@ -239,9 +245,7 @@ def install_torch(venv: Path, environ: dict[str, str], ways: tuple[str, ...]) ->
         say(f"torch {pin}, way {WAYS.index(way) + 1} of {len(WAYS)}: {outcome}")
         if installed_torch(venv):
             return
-    raise InstallError(
-        f"torch {pin} could not be installed by any way tried above; `--torch default` needs only an index"
-    )
+    raise InstallError(f"torch {pin} could not be installed by any way tried above")
 
 
 def torch_from_find_links(venv: Path, environ: dict[str, str], pin: str) -> str:
@@ -258,9 +262,7 @@ def torch_from_cpu_index(venv: Path, environ: dict[str, str], pin: str) -> str:
     impatient = {**environ, "UV_HTTP_TIMEOUT": "10", "UV_HTTP_RETRIES": "0"}
     code, told = attempt([*command, "--dry-run"], impatient, PROBE_S)
     if code != 0:
-        return (
-            f"PyTorch's CPU index did not answer within {PROBE_S} s" if code is None else f"PyTorch's CPU index: {told}"
-        )
+        return f"PyTorch's CPU index does not answer ({told})"
     code, told = attempt(command, environ, INSTALL_S)
     return "from PyTorch's CPU index" if code == 0 else f"PyTorch's CPU index broke off: {told}"
 
@@ -302,19 +304,18 @@ def uv_pip(venv: Path, *arguments: str) -> list[str]:
 
 
 def pip_install(venv: Path, environ: dict[str, str], *arguments: str) -> None:
-    run(uv_pip(venv, *arguments), f"`uv pip install {' '.join(arguments[-2:])}`", environ)
+    quiet = () if sys.stderr.isatty() else ("--quiet",)
+    run(uv_pip(venv, *quiet, *arguments), f"`uv pip install {' '.join(arguments[-2:])}`", environ)
 
 
 def run(command: list[str], what: str, environ: dict[str, str] | None = None) -> None:
-    """Run to the end with the program's own output on the terminal; InstallError when it fails or takes too long."""
+    """Run to the end with the program's own words on the terminal; InstallError when it fails or takes too long."""
     try:
         code = subprocess.run(command, env=environ, timeout=INSTALL_S, stdin=subprocess.DEVNULL).returncode
     except subprocess.TimeoutExpired:
         raise InstallError(f"{what} did not end within {INSTALL_S} s") from None
     if code != 0:
-        raise InstallError(
-            f"{what} failed with exit code {code} (its own words are above); the same command starts over"
-        )
+        raise InstallError(f"{what} failed with exit code {code}; its own words are above")
 
 
 def attempt(command: list[str], environ: dict[str, str] | None, timeout_s: float) -> tuple[int | None, str]:
