@@ -20,7 +20,7 @@ _PLAIN = ("rollout_id", "group_id", "index", "task_id", "harness", "calls", "mal
 _FIGURES = ("prompt_tokens", "sampled_tokens", "wall_s")
 
 
-def publish(path: Path, write: Callable[[Path], None]) -> None:
+def publish(path: Path, write: Callable[[Path], object]) -> None:
     """Let ``write`` fill a temporary file beside ``path``, then rename it there: readers see all of it or nothing.
 
     On an error nothing is left behind, and the error goes on.
@@ -35,10 +35,14 @@ def publish(path: Path, write: Callable[[Path], None]) -> None:
         temporary.unlink(missing_ok=True)
 
 
+def write_text(path: Path, text: str) -> None:
+    """Publish ``text`` in UTF-8."""
+    publish(path, lambda temporary: temporary.write_text(text, encoding="utf-8"))
+
+
 def write_json(path: Path, value: Any) -> None:
     """Publish ``value`` as indented JSON."""
-    text = json.dumps(value, indent=2, allow_nan=False) + "\n"
-    publish(path, lambda temporary: _write_text(temporary, text))
+    write_text(path, json.dumps(value, indent=2, allow_nan=False) + "\n")
 
 
 def write_group(path: Path, records: Sequence[RolloutRecord]) -> None:
@@ -106,10 +110,6 @@ def _mend_tail(file: Any) -> None:
         file.truncate(start)
     else:
         file.write(b"\n")
-
-
-def _write_text(path: Path, text: str) -> None:
-    path.write_text(text, encoding="utf-8")
 
 
 def _sync(path: Path) -> None:

@@ -1,0 +1,237 @@
+"""Metrics of a run: what they are (one function a family), metrics.jsonl in the run directory, and W&B beside it.
+
+Names are those of TRL and prime-rl where the meaning is the same, so that runs can be laid side by side.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+import uuid
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from statistics import fmean, pstdev
+from typing import Any
+
+from pipeline.config import LoggingConfig
+from pipeline.records import PolicyVersion, RolloutRecord, TrainGroup
+from pipeline.report.store import append_jsonl, read_jsonl, write_text
+
+METRICS_FILE = "metrics.jsonl"
+WANDB_ID_FILE = "wandb_id"
+EQUAL = 1e-9
+WANDB_TIMEOUT_S = 60
+
+log = logging.getLogger(__name__)
+
+
+def graded(records: Iterable[RolloutRecord]) -> list[RolloutRecord]:
+    """The rollouts whose verifier spoke."""
+    return [record for record in records if record.verdict.correctness is not None]
+
+
+def solved(record: RolloutRecord) -> bool:
+    """Whether the verifier gave full marks. Raises ValueError on an ungraded rollout."""
+    if record.verdict.correctness is None:
+        raise ValueError(f"rollout {record.rollout_id} is ungraded")
+    return record.verdict.correctness >= 1.0 - EQUAL
+
+
+def pass_rate(records: Iterable[RolloutRecord]) -> float | None:
+    """The share of graded rollouts that solved their task; None when none is graded."""
+    return _mean(float(solved(record)) for record in graded(records))
+
+
+def mean_tool_calls(records: Iterable[RolloutRecord]) -> float | None:
+    """Well-formed tool calls a graded rollout."""
+    return _mean(record.verdict.tool_calls for record in graded(records))
+
+
+def malformed_rate(records: Iterable[RolloutRecord]) -> float | None:
+    """The share of model calls whose answer held a malformed tool call, over graded rollouts."""
+    known = graded(records)
+    calls = sum(record.calls for record in known)
+    return sum(record.malformed for record in known) / calls if calls else None
+
+
+def by_harness(records: Iterable[RolloutRecord]) -> dict[str, list[RolloutRecord]]:
+    """Rollouts by harness, harnesses sorted."""
+    parts: dict[str, list[RolloutRecord]] = defaultdict(list)
+    for record in records:
+        parts[record.harness].append(record)
+    return dict(sorted(parts.items()))
+
+
+def rollout_metrics(records: Sequence[RolloutRecord]) -> dict[str, float]:
+    """Reward and outcome of every closed group since the last update, those without contrast too; then by harness."""
+    groups: dict[str, list[float]] = defaultdict(list)
+    for record in records:
+        if record.verdict.reward is not None:
+            groups[record.group_id].append(record.verdict.reward)
+    rewards = [reward for own in groups.values() for reward in own]
+    values: dict[str, float | None] = {
+        "reward": _mean(rewards),
+        "reward_std": _mean(pstdev(own) for own in groups.values()),
+        "frac_reward_zero_std": _mean(float(max(own) - min(own) <= EQUAL) for own in groups.values()),
+        "pass_rate": pass_rate(records),
+        "tool_calls": mean_tool_calls(records),
+        "malformed_rate": malformed_rate(records),
+        "ungraded_rate": _mean(float(record.verdict.correctness is None) for record in records),
+    }
+    for harness, own in by_harness(records).items():
+        values |= {f"{harness}/{name}": value for name, value in _harness_values(own).items()}
+    return _known(values)
+
+
+def group_metrics(groups: Sequence[TrainGroup], version: PolicyVersion) -> dict[str, float]:
+    """Size and age of what one update trains on, and each harness's share. ``version``: the weights being updated."""
+    rollouts = [record for group in groups for record in group.rollouts]
+    ages = [version.n - record.version.n for record in rollouts]
+    rows, tokens = _rows(rollouts), _tokens(rollouts)
+    values: dict[str, float | None] = {
+        "sample/staleness_mean": _mean(ages),
+        "sample/staleness_max": max(ages, default=None),
+        "batch/groups_per_step": len(groups),
+        "batch/samples_per_step": rows,
+        "batch/rollouts_per_step": len(rollouts),
+        "batch/trained_tokens_per_step": tokens,
+    }
+    for harness, own in by_harness(rollouts).items():
+        values |= {
+            f"{harness}/rollout_share": len(own) / len(rollouts),
+            f"{harness}/row_share": _rows(own) / rows if rows else None,
+            f"{harness}/token_share": _tokens(own) / tokens if tokens else None,
+            f"{harness}/rows_per_rollout": _rows(own) / len(own),
+        }
+    return _known(values)
+
+
+def evaluation_metrics(records: Sequence[RolloutRecord], planned: int | None = None) -> dict[str, float]:
+    """``eval/…`` over all harnesses and by harness. ``planned`` rollouts, if given, make ``eval/coverage``."""
+    values: dict[str, float | None] = {
+        "eval/pass@1": pass_rate(records),
+        "eval/coverage": len(graded(records)) / (planned or len(records)) if records else None,
+    }
+    for harness, own in by_harness(records).items():
+        values[f"eval/{harness}/pass@1"] = pass_rate(own)
+        values[f"eval/{harness}/tool_calls"] = mean_tool_calls(own)
+        values[f"eval/{harness}/malformed_rate"] = malformed_rate(own)
+    return _known(values)
+
+
+def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
+    """One entry an update, in order. An update that was logged again after a restart counts as logged last."""
+    merged: dict[int, dict[str, Any]] = {}
+    for entry in read_jsonl(run_dir / METRICS_FILE):
+        merged.setdefault(entry["update"], {}).update(entry)
+    return [merged[update] for update in sorted(merged)]
+
+
+class MetricsLog:
+    """The one writer of metrics.jsonl, with W&B as a mirror that may fail without stopping the run."""
+
+    def __init__(self, run_dir: Path, config: LoggingConfig, settings: Mapping[str, Any] | None = None) -> None:
+        """``settings`` is the composed configuration, for W&B's run page."""
+        self._path = run_dir / METRICS_FILE
+        self._run = _start_wandb(run_dir, config, dict(settings or {}))
+
+    def log(self, update: int, metrics: Mapping[str, float]) -> None:
+        """Record the metrics of an update (0: before the first). The file leaves out values that are not finite."""
+        finite = {name: float(value) for name, value in metrics.items() if math.isfinite(value)}
+        append_jsonl(self._path, {"update": update, "time": time.time(), **finite})
+        self._mirror(lambda run: run.log({"update": update, **metrics}))
+
+    def summary(self, values: Mapping[str, Any]) -> None:
+        """Put the closing figures on W&B's run page."""
+        self._mirror(lambda run: run.summary.update(dict(values)))
+
+    def close(self) -> None:
+        """Finish the W&B run. metrics.jsonl needs no closing."""
+        self._mirror(lambda run: run.finish())
+        self._run = None
+
+    def __enter__(self) -> MetricsLog:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _mirror(self, action: Callable[[Any], object]) -> None:
+        if self._run is None:
+            return
+        try:
+            action(self._run)
+        except Exception as error:  # whatever it is, it costs only the mirror
+            _warn("take metrics", error)
+            self._run = None
+
+
+def _start_wandb(run_dir: Path, config: LoggingConfig, settings: dict[str, Any]) -> Any:
+    if config.wandb == "disabled":
+        return None
+    try:
+        return _open_wandb(run_dir, config, settings)
+    except Exception as error:  # whatever it is, it costs only the mirror
+        _warn("start", error)
+        return None
+
+
+def _open_wandb(run_dir: Path, config: LoggingConfig, settings: dict[str, Any]) -> Any:
+    import wandb  # half a second, and not needed when disabled
+
+    options: dict[str, Any] = {"mode": config.wandb, "project": config.project, "group": config.group}
+    run = wandb.init(
+        **options,
+        id=_wandb_id(run_dir),
+        resume="allow",
+        tags=list(config.tags),
+        name=run_dir.name,
+        dir=str(run_dir),
+        config=settings,
+        settings=wandb.Settings(silent=True, console="off", init_timeout=WANDB_TIMEOUT_S),
+    )
+    run.define_metric("*", step_metric="update")
+    return run
+
+
+def _wandb_id(run_dir: Path) -> str:
+    """The id that every attempt of this run shares."""
+    path = run_dir / WANDB_ID_FILE
+    if not path.exists():
+        write_text(path, uuid.uuid4().hex[:12] + "\n")
+    return path.read_text().strip()
+
+
+def _warn(what: str, error: Exception) -> None:
+    kind = type(error).__name__
+    log.warning("W&B failed to %s (%s: %s); from here on metrics go to %s only", what, kind, error, METRICS_FILE)
+
+
+def _harness_values(own: Sequence[RolloutRecord]) -> dict[str, float | None]:
+    return {
+        "reward": _mean(record.verdict.reward for record in own if record.verdict.reward is not None),
+        "pass_rate": pass_rate(own),
+        "tool_calls": mean_tool_calls(own),
+        "malformed_rate": malformed_rate(own),
+        "turns": _mean(record.calls for record in graded(own)),
+        "rollout_s": _mean(record.wall_s for record in graded(own)),
+    }
+
+
+def _rows(records: Iterable[RolloutRecord]) -> int:
+    return sum(len(record.rows) for record in records)
+
+
+def _tokens(records: Iterable[RolloutRecord]) -> int:
+    return sum(row.trained_tokens for record in records for row in record.rows)
+
+
+def _mean(values: Iterable[float]) -> float | None:
+    known = list(values)
+    return fmean(known) if known else None
+
+
+def _known(values: Mapping[str, float | None]) -> dict[str, float]:
+    return {name: float(value) for name, value in values.items() if value is not None}

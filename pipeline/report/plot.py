@@ -1,0 +1,99 @@
+"""The learning curve of a run as a PNG: pass rate and reward on top, tool calls and malformed calls below."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator, PercentFormatter
+
+from pipeline.report.store import publish
+
+BLUE, ORANGE, GREEN, RED, INK, GREY = "#2f6db3", "#e08a1e", "#3a8f5c", "#c0413b", "#222222", "#8a8a8a"
+BANDWIDTH = 0.06  # width of the smoothing kernel as a share of the run
+DPI = 160
+
+Entry = Mapping[str, Any]
+
+
+def learning_curve(
+    metrics: Sequence[Entry], path: Path, results: Mapping[str, Any] | None = None, title: str = ""
+) -> None:
+    """Publish the picture. ``metrics``: one entry an update; ``results``: of results.json, for the held-out points."""
+    figure = Figure(figsize=(8.0, 6.2), layout="constrained")
+    top, bottom = figure.subplots(2, 1, sharex=True, height_ratios=(2.0, 1.0))
+    _draw_learning(top, metrics, results)
+    _draw_conduct(bottom, metrics)
+    bottom.set_xlabel("update")
+    bottom.xaxis.set_major_locator(MaxNLocator(integer=True))
+    figure.suptitle(title or "Learning curve", x=0.015, ha="left", fontweight="bold", color=INK)
+    publish(path, lambda temporary: figure.savefig(temporary, dpi=DPI, format="png"))
+
+
+def smooth(x: np.ndarray, y: np.ndarray) -> np.ndarray:
+    """Gaussian kernel mean of ``y`` over ``x``; at the ends only what lies inside counts."""
+    width = max(1.0, BANDWIDTH * float(x[-1] - x[0]))
+    weights = np.exp(-0.5 * ((x[:, None] - x[None, :]) / width) ** 2)
+    return weights @ y / weights.sum(axis=1)
+
+
+def _draw_learning(axes: Axes, metrics: Sequence[Entry], results: Mapping[str, Any] | None) -> None:
+    _curve(axes, metrics, "pass_rate", BLUE, "training pass rate")
+    _curve(axes, metrics, "reward", ORANGE, "training reward")
+    if results is not None:
+        _held_out(axes, results)
+    axes.set_ylim(bottom=0.0)
+    axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
+    axes.set_ylabel("pass rate and reward")
+    _finish(axes)
+
+
+def _draw_conduct(axes: Axes, metrics: Sequence[Entry]) -> None:
+    _curve(axes, metrics, "tool_calls", GREEN, "tool calls a rollout")
+    axes.set_ylim(bottom=0.0)
+    axes.set_ylabel("tool calls")
+    right = axes.twinx()
+    _curve(right, metrics, "malformed_rate", RED, "malformed calls")
+    right.set_ylim(0.0, max(0.1, 1.25 * max(_column(metrics, "malformed_rate")[1], default=0.0)))
+    right.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
+    right.set_ylabel("malformed calls")
+    right.spines[["top", "left"]].set_visible(False)
+    handles = [*axes.get_legend_handles_labels()[0], *right.get_legend_handles_labels()[0]]
+    _finish(axes, handles)
+
+
+def _column(metrics: Sequence[Entry], name: str) -> tuple[np.ndarray, np.ndarray]:
+    points = [(entry["update"], entry[name]) for entry in metrics if name in entry]
+    x, y = zip(*points, strict=True) if points else ((), ())
+    return np.array(x, dtype=float), np.array(y, dtype=float)
+
+
+def _curve(axes: Axes, metrics: Sequence[Entry], name: str, color: str, label: str) -> None:
+    x, y = _column(metrics, name)
+    if not len(x):
+        return
+    axes.plot(x, y, color=color, alpha=0.35, linewidth=0.9, marker="o", markersize=2.5)
+    axes.plot(x, smooth(x, y), color=color, linewidth=2.2, label=label)
+
+
+def _held_out(axes: Axes, results: Mapping[str, Any]) -> None:
+    label = "held-out pass@1, 95% interval"
+    for key, x in (("before", 0), ("after", results["updates"])):
+        side = results[key]
+        if side is None:
+            continue
+        rate, (lo, hi) = side["pass@1"], side["interval"]
+        error = [[rate - lo], [hi - rate]]
+        axes.errorbar(x, rate, error, color=INK, fmt="D", markersize=6, capsize=4, zorder=5, label=label)
+        label = "_"
+
+
+def _finish(axes: Axes, handles: list[Any] | None = None) -> None:
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(axis="y", color=GREY, alpha=0.2, linewidth=0.6)
+    options = {} if handles is None else {"handles": handles}
+    axes.legend(frameon=False, fontsize=8.5, loc="best", **options)

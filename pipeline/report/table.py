@@ -1,0 +1,104 @@
+"""The closing table of a run, for a terminal (rich) and for a README (Markdown), from the contents of results.json."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+ALL = "all"
+HEADINGS = ("harness", "pass@1 before", "pass@1 after", "change, points", "tool calls", "malformed calls")
+NOTHING = "–"
+
+Results = Mapping[str, Any]
+
+
+def table_rows(results: Results) -> Iterator[tuple[str, ...]]:
+    """One row of cells a harness; with several, a last row over all of them."""
+    sides = [results["before"], results["after"]]
+    harnesses = sorted({name for side in sides if side for name in side["harnesses"]})
+    for harness in harnesses:
+        before, after, change = (_part(results[key], harness) for key in ("before", "after", "difference"))
+        yield _row(harness, before, after, change)
+    if len(harnesses) > 1:
+        yield _row(ALL, results["before"], results["after"], results["difference"])
+
+
+def closing_sentence(results: Results) -> str:
+    """The change in one sentence, and a warning when rollouts are missing."""
+    change = results["difference"]
+    text = (
+        f"Held-out pass@1: {change['sentence']}."
+        if change
+        else "Held-out pass@1 was not measured both before and after."
+    )
+    return text + (" Provisional: some rollouts are ungraded." if results["provisional"] else "")
+
+
+def rich_table(results: Results) -> Table:
+    """The table for a terminal."""
+    table = Table(title="Held-out tasks, before and after training", title_justify="left", caption_justify="left")
+    for heading in HEADINGS:
+        table.add_column(heading, justify="left" if heading == HEADINGS[0] else "right", no_wrap=True)
+    for cells in table_rows(results):
+        table.add_row(*cells, style="bold" if cells[0] == ALL else None)
+    return table
+
+
+def markdown_table(results: Results) -> str:
+    """The table and the sentence as Markdown."""
+    lines = [HEADINGS, ("---", *["---:"] * (len(HEADINGS) - 1)), *table_rows(results)]
+    table = "\n".join("| " + " | ".join(cells) + " |" for cells in lines)
+    return f"{table}\n\n{closing_sentence(results)}\n"
+
+
+def print_results(results: Results, console: Console | None = None) -> None:
+    """Show the table, the sentence and what the run took."""
+    console = console or Console()
+    console.print(rich_table(results))
+    console.print(closing_sentence(results), highlight=False)
+    console.print(_effort(results), highlight=False, style="dim")
+
+
+def _row(name: str, before: Results | None, after: Results | None, change: Results | None) -> tuple[str, ...]:
+    return (
+        name,
+        _rate(before),
+        _rate(after),
+        _change(change),
+        f"{_number(before, 'tool_calls')} → {_number(after, 'tool_calls')}",
+        f"{_percent(before, 'malformed_rate')} → {_percent(after, 'malformed_rate')}",
+    )
+
+
+def _part(side: Results | None, harness: str) -> Results | None:
+    return side["harnesses"].get(harness) if side else None
+
+
+def _rate(side: Results | None) -> str:
+    if side is None:
+        return NOTHING
+    lo, hi = side["interval"]
+    return f"{100 * side['pass@1']:.1f}% ({100 * lo:.0f} to {100 * hi:.0f}, n = {side['n']})"
+
+
+def _change(change: Results | None) -> str:
+    if change is None:
+        return NOTHING
+    lo, hi = change["interval"]
+    return f"{100 * change['pass@1']:+.1f} ({100 * lo:+.1f} to {100 * hi:+.1f})"
+
+
+def _number(side: Results | None, key: str) -> str:
+    return NOTHING if side is None or side[key] is None else f"{side[key]:.2f}"
+
+
+def _percent(side: Results | None, key: str) -> str:
+    return NOTHING if side is None or side[key] is None else f"{100 * side[key]:.1f}%"
+
+
+def _effort(results: Results) -> str:
+    size = f"{results['updates']} updates, {results['rollouts']} training rollouts"
+    return f"{size}, {results['wall_s']['total'] / 60:.1f} minutes, seed {results['seed']}."
