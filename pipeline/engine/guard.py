@@ -1,0 +1,34 @@
+"""Runs one command and ends its whole process group when the command, or the process that started us, ends.
+
+``python -m pipeline.engine.guard COMMAND…`` in a new session; standard input is a pipe that the starter holds open.
+Unlike PR_SET_PDEATHSIG this also reaches the grandchildren and does not depend on which thread started us.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+
+
+def _end_group_with_starter() -> None:
+    while os.read(sys.stdin.fileno(), 4096):
+        pass
+    os.killpg(0, signal.SIGKILL)
+
+
+def main(command: list[str]) -> None:
+    """Run ``command`` with SIGUSR2 ignored (Slurm's warning is for the trainer) until it or the starter ends."""
+    signal.signal(signal.SIGUSR2, signal.SIG_IGN)
+    child = subprocess.Popen(command, stdin=subprocess.DEVNULL)
+    # A handler, not SIG_IGN: the command must not inherit it. SIGTERM goes to the group; we leave after the command.
+    signal.signal(signal.SIGTERM, lambda *_: None)
+    threading.Thread(target=_end_group_with_starter, daemon=True).start()
+    print(f"engine process ended with exit code {child.wait()}", file=sys.stderr, flush=True)
+    os.killpg(0, signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
