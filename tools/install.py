@@ -220,7 +220,8 @@ def uv_environ(venv: Path) -> dict[str, str]:
 
 def pip_settings(venv: Path) -> dict[str, str]:
     """pip's own settings by name: its configuration files, overruled by PIP_* variables."""
-    listed = output([str(venv / "bin" / "python"), "-m", "pip", "config", "list"])
+    pythons = (str(venv / "bin" / "python"), sys.executable)
+    listed = next(filter(None, (output([python, "-m", "pip", "config", "list"]) for python in pythons)), "")
     found = re.findall(r"^(?:global|install)\.([\w-]+)='(.*)'$", listed, re.MULTILINE)
     settings = {name: value.replace("\\n", " ").strip() for name, value in found}
     for name in ("find-links", "index-url", "extra-index-url", "cert"):
