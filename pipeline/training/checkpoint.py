@@ -1,0 +1,133 @@
+"""Checkpoints and exports that are whole or absent: written beside their place, flushed to disk, then renamed.
+
+A checkpoint is a directory ``000007-update-000024`` with a manifest of its files, written last. What it holds is the caller's.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from pipeline.config import UserError
+
+MANIFEST = "manifest.json"
+PARTIAL = ".partial-"
+MIB = 1024 * 1024
+
+
+class CheckpointError(UserError):
+    """A checkpoint or an export could not be written or read; older ones are untouched."""
+
+
+def checkpoints(root: Path) -> list[Path]:
+    """The complete checkpoints under ``root``, oldest first; half-written or damaged ones are passed over."""
+    if not root.is_dir():
+        return []
+    return [path for path in sorted(root.iterdir()) if _sequence(path) is not None and is_complete(path)]
+
+
+def newest(root: Path) -> Path | None:
+    """The newest complete checkpoint under ``root``, or None."""
+    return next(reversed(checkpoints(root)), None)
+
+
+def is_complete(path: Path) -> bool:
+    """Whether the manifest is there and every file that it lists has the size that it had when written."""
+    try:
+        files: dict[str, int] = json.loads((path / MANIFEST).read_text())["files"]
+        return all((path / name).stat().st_size == size for name, size in files.items())
+    except (OSError, ValueError, KeyError):
+        return False
+
+
+def next_name(root: Path, update: int) -> str:
+    """A name that sorts after every checkpoint of ``root``, complete or not."""
+    taken = [number for path in root.iterdir() if (number := _sequence(path)) is not None] if root.is_dir() else []
+    return f"{max(taken, default=0) + 1:06d}-update-{update:06d}"
+
+
+def _sequence(path: Path) -> int | None:
+    number, _, rest = path.name.partition("-update-")
+    return int(number) if number.isdigit() and rest.isdigit() else None
+
+
+def partial_path(target: Path) -> Path:
+    """Where to write ``target`` before it is published; unique, in the same directory."""
+    return target.parent / f"{PARTIAL}{target.name}-{uuid.uuid4().hex[:8]}"
+
+
+def publish(partial: Path, target: Path) -> None:
+    """Write the manifest, flush everything to disk and rename ``partial`` to ``target``. An existing target is replaced."""
+    files = {str(path.relative_to(partial)): path.stat().st_size for path in sorted(partial.rglob("*")) if path.is_file()}
+    (partial / MANIFEST).write_text(json.dumps({"files": files}, indent=1))
+    sync_tree(partial)
+    replaced = None
+    if target.exists():
+        replaced = partial_path(target)
+        target.rename(replaced)
+    partial.rename(target)
+    _sync(target.parent)
+    if replaced is not None:
+        shutil.rmtree(replaced)
+
+
+def sync_tree(root: Path) -> None:
+    """Flush every file and directory under ``root`` to disk."""
+    for directory, _, names in os.walk(root):
+        for name in names:
+            _sync(Path(directory) / name)
+        _sync(Path(directory))
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def write_atomically(target: Path, write: Callable[[Path], None]) -> None:
+    """Let ``write`` fill a directory and publish it as ``target``. Raises CheckpointError when that fails (a full disk)."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    partial = partial_path(target)
+    try:
+        partial.mkdir()
+        write(partial)
+        publish(partial, target)
+    except (OSError, RuntimeError) as error:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise write_error(target, str(error)) from error
+
+
+def write_error(target: Path, cause: str) -> CheckpointError:
+    """The error for a directory that could not be written, with the space that is left (torch hides the errno)."""
+    free = shutil.disk_usage(target.parent).free / MIB
+    return CheckpointError(
+        f"could not write {target} ({free:.0f} MiB free on that disk): {cause.splitlines()[0]}. "
+        "Checkpoints written before it are intact; make room or point run_dir elsewhere, then start again to resume."
+    )
+
+
+def prune(root: Path, keep: int) -> None:
+    """Delete all but the newest ``keep`` complete checkpoints, everything older that is incomplete, and abandoned partials.
+
+    Only the one writer of ``root`` may call this, with no write in progress.
+    """
+    kept = checkpoints(root)[-max(1, keep) :]
+    oldest_kept = kept[0].name if kept else ""
+    for path in root.iterdir():
+        superseded = _sequence(path) is not None and path not in kept and path.name < oldest_kept
+        if superseded or path.name.startswith(PARTIAL):
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object from ``path``."""
+    value: dict[str, Any] = json.loads(path.read_text())
+    return value

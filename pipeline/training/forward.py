@@ -1,0 +1,98 @@
+"""Log-probabilities and entropy of the trained tokens of a micro-batch, as the one module that goes through DeepSpeed.
+
+A model whose every layer is full attention runs the rows' shared prefix once; any other (convolution, linear attention, sliding
+window) and gradient checkpointing run whole rows. Both are exact: padding is on the right and every layer is causal.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from transformers import DynamicCache, PreTrainedModel
+from transformers.cache_utils import DynamicLayer
+
+from pipeline.config import UserError
+from pipeline.training import attention
+from pipeline.training.batch import MicroBatch
+
+LOGIT_CHUNK = 4 * 1024 * 1024  # float32 logits held at once: 16 MiB, so a long row fits whatever the vocabulary
+LOGIT_CHANGERS = ("final_logit_softcapping", "logits_scaling", "logit_scale", "logits_scale")
+
+
+class PolicyModel(nn.Module):
+    """A causal language model that answers with trained tokens' logprobs instead of logits.
+
+    ``temperature`` is the one the engine samples with, so that both speak of the same distribution.
+    Raises UserError for a model that changes its logits after the head in a way not reproduced here.
+    """
+
+    def __init__(self, model: PreTrainedModel, temperature: float = 1.0, gradient_checkpointing: bool = False) -> None:
+        super().__init__()
+        changed = [name for name in LOGIT_CHANGERS if getattr(model.config, name, None) not in (None, 0, 1, 1.0)]
+        if changed:
+            raise UserError(f"cannot train {model.config.model_type}: its logits are changed by {', '.join(changed)}")
+        self.model = model
+        self.temperature = temperature
+        self.shares_prefix = is_pure_attention(model) and not gradient_checkpointing
+        if self.shares_prefix:
+            model.set_attn_implementation(attention.NAME)
+        _disable_dropout(model)
+        if gradient_checkpointing:
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        self.train(gradient_checkpointing)
+
+    def forward(self, batch: MicroBatch) -> tuple[Float[Tensor, "tokens"], Float[Tensor, "tokens"]]:
+        """Logprobs (with gradient) and entropies (without), both float32, in the order of ``batch.behaviour``."""
+        hidden = self._hidden(batch)
+        return self._logprobs(hidden[:, :-1][batch.trained[:, 1:]], batch.input_ids[:, 1:][batch.trained[:, 1:]])
+
+    def _hidden(self, batch: MicroBatch) -> Float[Tensor, "rows length width"]:
+        prefix = batch.prefix_ids.shape[1]
+        if not prefix:
+            return self.model.base_model(batch.input_ids, use_cache=False).last_hidden_state
+        if not self.shares_prefix:
+            raise ValueError("this model cannot share a prefix; plan the batch with share_prefix=False")
+        cache = DynamicCache(config=self.model.config)
+        self.model.base_model(batch.prefix_ids, past_key_values=cache, use_cache=True)
+        positions = torch.arange(prefix, prefix + batch.input_ids.shape[1], device=batch.input_ids.device)[None]
+        states = [(layer.keys, layer.values) for layer in cache.layers]
+        return self.model.base_model(
+            batch.input_ids, position_ids=positions, use_cache=False, prefix_states=states
+        ).last_hidden_state
+
+    def _logprobs(self, hidden: Float[Tensor, "tokens width"], targets: Int[Tensor, "tokens"]) -> tuple[Tensor, Tensor]:
+        """The head and its softmax, a few tokens at a time; more than one chunk is computed again in the backward pass."""
+        size = max(1, LOGIT_CHUNK // self.model.config.get_text_config().vocab_size)
+        chunks = list(zip(hidden.split(size), targets.split(size), strict=True))
+        if len(chunks) == 1:
+            return self._chunk_logprobs(*chunks[0])
+        parts = [checkpoint(self._chunk_logprobs, *chunk, use_reentrant=False) for chunk in chunks]
+        return torch.cat([part[0] for part in parts]), torch.cat([part[1] for part in parts])
+
+    def _chunk_logprobs(self, hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        logits = self.model.get_output_embeddings()(hidden).float() / self.temperature
+        logprobs = logits.log_softmax(-1)
+        with torch.no_grad():
+            entropy = -(logprobs.exp() * logprobs).sum(-1)
+        return logprobs.gather(-1, targets[:, None])[:, 0], entropy
+
+
+def is_pure_attention(model: PreTrainedModel) -> bool:
+    """Whether every layer keeps plain keys and values, so that a prefix's can be handed to the rows after it."""
+    if getattr(model, "_is_stateful", False) or not getattr(model, "_supports_attention_backend", False):
+        return False
+    layers: list[Any] = DynamicCache(config=model.config).layers
+    return all(type(layer) is DynamicLayer for layer in layers)
+
+
+def _disable_dropout(model: nn.Module) -> None:
+    """The ratio π/μ compares two forwards of one policy; dropout would make it noise."""
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+        if hasattr(module, "attention_dropout"):
+            module.attention_dropout = 0.0

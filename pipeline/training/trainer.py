@@ -1,0 +1,344 @@
+"""The trainer of one policy: GRPO updates over closed groups through DeepSpeed, checkpoints, and weights for the engine.
+
+From GRPO it takes the group baseline (in the advantages that come in) and PPO's clip; it leaves out the KL term and the reference
+model. One pass over the groups of an update; each minibatch of whole groups is one optimizer step.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from pipeline.config import AlgorithmConfig, TrainingConfig, UserError
+from pipeline.records import PolicyVersion, TrainGroup
+from pipeline.training import checkpoint, distributed
+from pipeline.training.batch import (
+    Minibatch,
+    RowBatch,
+    check_group,
+    collate,
+    has_contrast,
+    make_minibatch,
+    plan,
+    split_minibatches,
+)
+from pipeline.training.forward import PolicyModel
+from pipeline.training.loss import LOSSES, NO_VALUE, LossInputs, LossOutputs, check_algorithm
+
+ENGINE_TAG = "engine"
+STATE_FILE = "state.json"
+WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".safetensors.index.json", ".bin.index.json")
+FIRST_MINIBATCH_ONLY = ("mismatch_kl", "logprob_diff_max")  # later ones compare with weights already moved
+SUM_NAMES = (
+    "tokens",
+    "loss",
+    "entropy",
+    "ratio/mean",
+    "mismatch_kl",
+    "clip_ratio/low_mean",
+    "clip_ratio/high_mean",
+    "clip_ratio/region_mean",
+)
+MAX_NAMES = ("ratio/max", "logprob_diff_max")
+
+
+class Trainer:
+    """One policy under training; collective: every rank of the trainer's process group makes the same calls.
+
+    ``updates`` counts the updates done, skipped ones too. Set ``policy_version`` to the version of the current weights to restrict
+    ``logprob_diff_max`` to rollouts that these weights sampled. ``temperature`` is the one the engine samples with.
+    Raises UserError for settings or models it cannot train.
+    """
+
+    def __init__(
+        self,
+        model_path: str | Path,
+        training: TrainingConfig,
+        algorithm: AlgorithmConfig,
+        seed: int,
+        total_updates: int,
+        temperature: float = 1.0,
+    ) -> None:
+        check_algorithm(algorithm)
+        self.device = distributed.initialise()
+        if self.device.type == "cpu":
+            torch.set_num_threads(training.threads)
+        distributed.seed_everything(seed)
+        self.training, self.algorithm, self.total_updates = training, algorithm, total_updates
+        self.updates = 0
+        self.policy_version: PolicyVersion | None = None
+        self.source = resolve_model(model_path)
+        model = load_model(self.source, torch.bfloat16 if self.device.type == "cuda" else torch.float32)
+        self.policy = PolicyModel(model, temperature, training.gradient_checkpointing)
+        self.engine = make_engine(self.policy, training)
+
+    @property
+    def rank(self) -> int:
+        """This process among the trainer's."""
+        return dist.get_rank()
+
+    @property
+    def ranks(self) -> int:
+        """How many processes train together."""
+        return dist.get_world_size()
+
+    def update(self, groups: Sequence[TrainGroup] | None) -> dict[str, float]:
+        """One pass over ``groups`` (rank 0's are used on every rank); returns metrics, the same on every rank.
+
+        Groups without contrast are left out; with none left no step is made and ``skipped`` is 1.
+        ``logprob_diff_max`` is absent when no token of the first minibatch can be compared.
+        Raises ValueError for a malformed group and FloatingPointError before a loss that is not finite reaches the weights.
+        """
+        started = time.perf_counter()
+        received = list(distributed.from_rank_zero(groups) or ())
+        for group in received:
+            check_group(group)
+        contrasting = [group for group in received if has_contrast(group)]
+        minibatches = [
+            make_minibatch(part, self.algorithm, self.policy_version)
+            for part in split_minibatches(contrasting, self.algorithm.minibatches)
+        ]
+        minibatches = [minibatch for minibatch in minibatches if minibatch.rows]
+        rate = learning_rate(self.training, self.updates, self.total_updates)
+        self._set_learning_rate(rate)
+        steps = [self._step(minibatch) for minibatch in minibatches]
+        self.updates += 1
+        metrics = summarise(steps) | batch_metrics(received, minibatches)
+        return metrics | {"learning_rate": rate, "perf/update_s": time.perf_counter() - started}
+
+    def _set_learning_rate(self, rate: float) -> None:
+        for parameters in self.engine.optimizer.param_groups:
+            parameters["lr"] = rate
+
+    def _step(self, minibatch: Minibatch) -> dict[str, float]:
+        """One optimizer step; sums, maxima and the gradient's norm over all ranks."""
+        started = time.perf_counter()
+        batches = plan(minibatch.rows, self.training.token_budget, self.policy.shares_prefix, self.ranks)[self.rank]
+        sums, maxima = dict.fromkeys(SUM_NAMES, 0.0), dict.fromkeys(MAX_NAMES, NO_VALUE)
+        for batch in batches:
+            outputs = self._backward(batch)
+            if not batch.filler:
+                sums = {name: sums[name] + value for name, value in outputs.sums.items()}
+                maxima = {name: max(maxima[name], value) for name, value in outputs.maxima.items()}
+        sums = distributed.reduce(sums, dist.ReduceOp.SUM)
+        maxima = distributed.reduce(maxima, dist.ReduceOp.MAX)
+        computed = time.perf_counter()
+        self.engine.step()
+        times = {"perf/fwd_bwd_s": computed - started, "perf/optimizer_s": time.perf_counter() - computed}
+        forwards = {"forwards": float(len(batches)), "padded": float(sum(batch.cost for batch in batches))}
+        return sums | maxima | times | forwards | {"grad_norm": float(self.engine.get_global_grad_norm() or 0.0)}
+
+    def _backward(self, batch: RowBatch) -> LossOutputs:
+        micro = collate(batch).to(self.device)
+        logprobs, entropy = self.engine(micro)
+        inputs = LossInputs(
+            logprobs, micro.behaviour, micro.advantages, micro.weights, entropy, micro.comparable
+        )
+        outputs = LOSSES[self.algorithm.loss](inputs, self.algorithm.clip_low, self.algorithm.clip_high)
+        loss = float(outputs.loss.detach())
+        failure = None if torch.isfinite(outputs.loss) else f"the loss is {loss} over rollouts {rollout_ids(batch)}"
+        if failure := distributed.first_error(failure):
+            raise FloatingPointError(f"{failure}; no step was made, the weights are as before")
+        self.engine.backward(outputs.loss * self.ranks)  # DeepSpeed averages over ranks, the loss adds up over them
+        return replace(outputs, sums=outputs.sums | {"loss": loss})
+
+    def save(self, root: Path, state: dict[str, Any]) -> None:
+        """Add a checkpoint with the JSON-able ``state`` under ``root`` and drop the oldest beyond ``keep_checkpoints``.
+
+        Raises CheckpointError, on every rank, when it cannot be written; the older ones are then untouched.
+        """
+        root.mkdir(parents=True, exist_ok=True)
+        target = root / distributed.from_rank_zero(checkpoint.next_name(root, self.updates))
+        partial = distributed.from_rank_zero(checkpoint.partial_path(target))
+        cause = distributed.first_error(self._write(partial, state))
+        if cause is None:
+            cause = distributed.first_error(_publish(partial, target) if self.rank == 0 else None)
+        if cause is not None:
+            if self.rank == 0:
+                shutil.rmtree(partial, ignore_errors=True)
+            raise checkpoint.write_error(target, cause)
+        if self.rank == 0:
+            checkpoint.prune(root, self.training.keep_checkpoints)
+
+    def _write(self, partial: Path, state: dict[str, Any]) -> str | None:
+        """This rank's files; returns what went wrong, so that no rank is left waiting for another."""
+        own = {"updates": self.updates, "ranks": self.ranks, "zero_stage": self.training.zero_stage, "state": state}
+        try:
+            partial.mkdir(exist_ok=True)
+            if self.rank == 0:
+                (partial / STATE_FILE).write_text(json.dumps(own))
+            torch.save(distributed.random_state(), partial / f"random-{self.rank}.pt")
+            self.engine.save_checkpoint(str(partial), tag=ENGINE_TAG, save_latest=False)
+            checkpoint.sync_tree(partial)
+        except (OSError, RuntimeError) as error:
+            return str(error) or type(error).__name__
+        return None
+
+    def load(self, root: Path) -> dict[str, Any]:
+        """Restore the newest complete checkpoint under ``root`` and return its ``state``; ``{}`` and no change if there is none.
+
+        Raises CheckpointError when it was written by another number of ranks or another ZeRO stage.
+        """
+        path = distributed.from_rank_zero(checkpoint.newest(root))
+        if path is None:
+            return {}
+        own = checkpoint.read_json(path / STATE_FILE)
+        for name, here in (("ranks", self.ranks), ("zero_stage", self.training.zero_stage)):
+            if own[name] != here:
+                raise checkpoint.CheckpointError(f"{path} was written with {name}={own[name]}, this run has {name}={here}")
+        loaded, _ = self.engine.load_checkpoint(str(path), tag=ENGINE_TAG)
+        if loaded is None:
+            raise checkpoint.CheckpointError(f"DeepSpeed found nothing to load in {path}")
+        self.updates = own["updates"]
+        distributed.restore_random_state(torch.load(path / f"random-{self.rank}.pt", weights_only=False))
+        state: dict[str, Any] = own["state"]
+        return state
+
+    def named_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Name and value of each parameter as the engine's checkpoint names them; a tied head comes once, as the embedding.
+
+        Under ZeRO-3 each tensor is gathered while it is yielded, so every rank must exhaust the iterator.
+        """
+        for name, parameter in self.policy.model.named_parameters():
+            with self._gathered(parameter):
+                yield name, parameter.detach()
+
+    def _gathered(self, parameter: nn.Parameter) -> Any:
+        if self.training.zero_stage < 3:
+            return nullcontext()
+        import deepspeed
+
+        return deepspeed.zero.GatheredParameters([parameter])
+
+    def export(self, target: Path) -> None:
+        """Write a Hugging Face directory that transformers and vLLM load; whole or absent. Raises CheckpointError on failure."""
+        weights = {
+            name: value.detach().to("cpu", copy=self.training.zero_stage == 3).contiguous()
+            for name, value in self.named_weights()
+        }
+        error = None
+        if self.rank == 0:
+            try:
+                checkpoint.write_atomically(target, lambda partial: self._export(partial, weights))
+            except checkpoint.CheckpointError as failure:
+                error = str(failure)
+        if failure_text := distributed.first_error(error):
+            raise checkpoint.CheckpointError(failure_text)
+
+    def _export(self, partial: Path, weights: dict[str, Tensor]) -> None:
+        self.policy.model.save_pretrained(partial, state_dict=weights)
+        for path in self.source.iterdir():
+            if path.is_file() and not path.name.endswith(WEIGHT_SUFFIXES) and path.name != checkpoint.MANIFEST:
+                shutil.copyfile(path, partial / path.name)
+        config = checkpoint.read_json(partial / "config.json")
+        config.pop("torch_dtype", None)
+        config["dtype"] = str(next(iter(weights.values())).dtype).removeprefix("torch.")
+        (partial / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+
+
+def learning_rate(training: TrainingConfig, update: int, total: int) -> float:
+    """The rate of update ``update`` (from 0): constant, then linear down to ``min_lr_ratio`` at the last of ``total``."""
+    start = total * (1 - training.decay_fraction)
+    span = total - 1 - start
+    progress = min(1.0, max(0.0, (update - start) / span)) if span > 0 else 0.0
+    return training.learning_rate * (1 - progress * (1 - training.min_lr_ratio))
+
+
+def resolve_model(model_path: str | Path) -> Path:
+    """The local directory of a checkpoint, from a path or a hub id."""
+    if Path(model_path).is_dir():
+        return Path(model_path)
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HFValidationError, HfHubHTTPError, LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(str(model_path)))
+    except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
+        raise UserError(f"model.path={model_path} is neither a directory nor a model that the hub gives: {error}") from error
+
+
+def load_model(path: Path, dtype: torch.dtype) -> PreTrainedModel:
+    """The causal language model in ``path``. Raises UserError when transformers cannot read it."""
+    try:
+        model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, local_files_only=True)
+    except (OSError, ValueError, KeyError) as error:
+        raise UserError(f"model.path={path} cannot be loaded as a causal language model: {error}") from error
+    return model
+
+
+def make_engine(policy: PolicyModel, training: TrainingConfig) -> Any:
+    """DeepSpeed around ``policy`` with torch's AdamW; the caller's ``step()`` ends an accumulation, nothing is rescaled."""
+    import deepspeed
+
+    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+    optimizer = torch.optim.AdamW(
+        policy.parameters(),
+        lr=training.learning_rate,
+        betas=(training.betas[0], training.betas[1]),
+        weight_decay=training.weight_decay,
+    )
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": 1,
+        "managed_gradient_accumulation": False,
+        "gradient_clipping": training.max_grad_norm,
+        "zero_optimization": {"stage": training.zero_stage, "overlap_comm": False},
+        "zero_allow_untested_optimizer": True,
+        "bf16": {"enabled": torch.cuda.is_available()},
+        "steps_per_print": 10**12,
+    }
+    engine, *_ = deepspeed.initialize(model=policy, optimizer=optimizer, config=config)
+    return engine
+
+
+def summarise(steps: Sequence[dict[str, float]]) -> dict[str, float]:
+    """Metrics of an update from those of its steps: means over tokens, maxima, and what only the first minibatch can tell."""
+    if not steps:
+        return {"skipped": 1.0}
+    tokens = sum(step["tokens"] for step in steps)
+    means = [name for name in SUM_NAMES if name not in ("tokens", "loss", *FIRST_MINIBATCH_ONLY)]
+    metrics = {name: sum(step[name] for step in steps) / tokens for name in means}
+    metrics |= {name: sum(step[name] for step in steps) / len(steps) for name in ("loss", "grad_norm")}
+    metrics |= {name: sum(step[name] for step in steps) for name in ("perf/fwd_bwd_s", "perf/optimizer_s")}
+    metrics |= {"ratio/max": max(step["ratio/max"] for step in steps), "skipped": 0.0, "steps": float(len(steps))}
+    metrics["mismatch_kl"] = steps[0]["mismatch_kl"] / steps[0]["tokens"]
+    if steps[0]["logprob_diff_max"] != NO_VALUE:
+        metrics["logprob_diff_max"] = steps[0]["logprob_diff_max"]
+    metrics["batch/forwards_per_step"] = sum(step["forwards"] for step in steps) / len(steps)
+    return metrics | {"batch/trained_tokens_per_step": tokens / len(steps)}
+
+
+def batch_metrics(received: Sequence[TrainGroup], minibatches: Sequence[Minibatch]) -> dict[str, float]:
+    """What came in and what of it was trained."""
+    groups = sum(minibatch.groups for minibatch in minibatches)
+    return {
+        "batch/groups": float(groups),
+        "batch/groups_without_contrast": float(sum(not has_contrast(group) for group in received)),
+        "batch/rollouts": float(sum(minibatch.rollouts for minibatch in minibatches)),
+        "batch/rows": float(sum(len(minibatch.rows) for minibatch in minibatches)),
+    }
+
+
+def rollout_ids(batch: RowBatch) -> str:
+    """The rollouts of a forward, for an error message."""
+    return ", ".join(sorted({row.rollout_id for row in batch.rows}))
+
+
+def _publish(partial: Path, target: Path) -> str | None:
+    try:
+        checkpoint.publish(partial, target)
+    except OSError as error:
+        return str(error)
+    return None
