@@ -169,6 +169,14 @@ class LoggingConfig:
 
 
 @dataclass
+class StageConfig:
+    """For a stage that is run by itself."""
+
+    groups: int = 2  # rollout: how many groups of the schedule
+    label: str | None = None  # evaluate: name of the evaluation; null = update-<n> of the newest checkpoint
+
+
+@dataclass
 class Config:
     """The composed configuration of a run."""
 
@@ -188,6 +196,7 @@ class Config:
     training: TrainingConfig = field(default_factory=TrainingConfig)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     logging: LoggingConfig = field(default_factory=LoggingConfig)
+    stage: StageConfig = field(default_factory=StageConfig)
     experiment: Any = None
 
 

@@ -1,0 +1,125 @@
+"""`yoke JOB [key=value …]`: composes the configuration with Hydra and runs one job. A wrong setting ends here: one line, exit code 2."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from hydra import compose, initialize_config_dir
+from hydra.core.config_store import ConfigStore
+from hydra.errors import HydraException
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+import pipeline
+from pipeline.config import Config, UserError
+
+CONFIG_DIR = Path(pipeline.__file__).parents[1] / "conf"
+ASSETS = Path(pipeline.__file__).parent / "assets"
+
+
+@dataclass(frozen=True)
+class Job:
+    """One word after `yoke`: what it does, and the function, imported only when it is asked for."""
+
+    summary: str
+    function: str  # module:function taking a Config and returning an exit code
+
+
+JOBS: dict[str, Job] = {
+    "train": Job("the whole loop: rollout, verification, advantage and update, with evaluations around it", "train"),
+    "rollout": Job("stage 1: roll out the next groups of the schedule with the newest checkpoint", "rollout"),
+    "verify": Job("stage 2: score the kept workspaces of `yoke rollout` again", "verify"),
+    "advantage": Job("stage 3: rewards and advantages of closed groups, with reward.fn=… at will", "advantage"),
+    "update": Job("stage 4: one update from the groups of `yoke advantage`; writes a checkpoint", "update"),
+    "evaluate": Job("stage 5: held-out tasks × harnesses with the newest checkpoint", "evaluate"),
+    "collect": Job("record a scripted teacher's rollouts through the real harness", "collect"),
+    "sft": Job("warm start: supervised learning on what `yoke collect` recorded", "sft"),
+    "report": Job("write results.json, the table and the learning curve of a run again", "report"),
+    "check": Job("look at every setting and every task without starting anything", "check"),
+}
+
+
+def compose_config(overrides: Sequence[str]) -> Config:
+    """The typed configuration behind ``overrides``. Raises UserError for an unknown key, a wrong type or a missing value."""
+    try:
+        return _typed(_compose(overrides))
+    except (HydraException, OmegaConfBaseException) as error:
+        raise UserError(_first_lines(error)) from error
+
+
+def _compose(overrides: Sequence[str]) -> DictConfig:
+    ConfigStore.instance().store(name="schema", node=Config)
+    OmegaConf.register_new_resolver("asset", lambda name: str(ASSETS / name), replace=True)
+    with initialize_config_dir(str(CONFIG_DIR), version_base="1.3"):
+        return compose("config", list(overrides))
+
+
+def _typed(composed: DictConfig) -> Config:
+    config = OmegaConf.to_object(composed)
+    assert isinstance(config, Config)
+    return config
+
+
+def _first_lines(error: Exception) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    lines = [line for line in lines if not line.startswith(("full_key", "object_type", "reference_type"))]
+    return " ".join(lines[:3])
+
+
+def usage() -> str:
+    """What `yoke --help` prints."""
+    width = max(map(len, JOBS))
+    rows = "\n".join(f"  {name:<{width}}  {job.summary}" for name, job in JOBS.items())
+    return (
+        f"usage: yoke JOB [key=value …]\n\n{rows}\n\n"
+        f"All settings: {CONFIG_DIR}, or `yoke JOB --cfg`. Example: yoke train +experiment=quickstart seed=1"
+    )
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Exit code 0: done; 1: failed on the way; 2: a wrong setting; 3: an evaluation is incomplete; 130: interrupted."""
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    try:
+        sys.exit(_run(given))
+    except UserError as error:
+        print(f"yoke: {error}", file=sys.stderr)
+        sys.exit(2)
+    except KeyboardInterrupt:
+        print("yoke: interrupted; the same command goes on from the last checkpoint", file=sys.stderr)
+        sys.exit(130)
+
+
+def _run(given: list[str]) -> int:
+    if not given or given[0] in ("-h", "--help", "help"):
+        print(usage())
+        return 0
+    if given[0] == "--version":
+        print(pipeline.__version__)
+        return 0
+    job = JOBS.get(given[0])
+    if job is None:
+        raise UserError(f"unknown job {given[0]!r}; one of: {', '.join(JOBS)}")
+    if "--help" in given or "-h" in given:
+        print(f"yoke {given[0]}: {job.summary}\n\n{usage()}")
+        return 0
+    if "--cfg" in given:
+        print(OmegaConf.to_yaml(_compose_or_complain([word for word in given[1:] if word != "--cfg"])), end="")
+        return 0
+    return _function(job)(compose_config(given[1:]))
+
+
+def _compose_or_complain(overrides: Sequence[str]) -> DictConfig:
+    try:
+        return _compose(overrides)
+    except (HydraException, OmegaConfBaseException) as error:
+        raise UserError(_first_lines(error)) from error
+
+
+def _function(job: Job) -> Callable[[Config], int]:
+    from pipeline.launch import jobs
+
+    function: Callable[[Config], int] = getattr(jobs, job.function)
+    return function

@@ -1,0 +1,264 @@
+"""The coordinator, on node 0: hands groups to engine ranks, takes them back closed, and feeds the trainer. One lock, no polling."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from pipeline.config import Config
+from pipeline.launch.run_directory import Attempt
+from pipeline.records import GroupSpec, RolloutRecord, TaskRef, TrainGroup
+from pipeline.report.store import append_jsonl, read_group
+from pipeline.stages.advantage import enough_graded, load_reward, score, to_train_group
+from pipeline.stages.evaluation import Cells
+from pipeline.stages.flow import GroupFlow, ReadyGroup
+
+LONG_POLL_S = 5.0
+
+
+@dataclass
+class Engine:
+    """An engine rank as it last reported itself."""
+
+    name: str
+    url: str
+    control_url: str
+    weights: str = ""  # the policy version that was pushed into it; empty after its vLLM was restarted
+    seen: float = 0.0
+    stats: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass
+class Progress:
+    """Figures of the closed groups since the last update, for metrics and the live view."""
+
+    records: list[RolloutRecord] = field(default_factory=list)
+    rollouts: int = 0
+    sampled_tokens: int = 0
+
+
+class Coordinator:
+    """Everything that ranks ask for by RPC. Methods named in `methods` run on server threads; the rest on the trainer's."""
+
+    def __init__(self, config: Config, attempt: Attempt, flow: GroupFlow | None) -> None:
+        self.config, self.attempt, self.flow = config, attempt, flow
+        self.engines: dict[str, Engine] = {}
+        self.progress = Progress()
+        self.events: deque[dict[str, Any]] = deque(maxlen=500)
+        self.phase = "starting"
+        self._cells: Cells | None = None
+        self._stopping = False
+        self._changed = threading.Condition()
+        self._reward = load_reward(config.reward.fn, config.reward.malformed_is_call)
+        self._event_count = 0
+
+    @property
+    def methods(self) -> dict[str, Any]:
+        return {
+            "register": self.register,
+            "lease": self.lease,
+            "close": self.close,
+            "heartbeat": self.heartbeat,
+            "status": self.status,
+        }
+
+    # --- RPC, called by engine ranks and by the launcher
+
+    def register(self, engine: str, url: str, control_url: str) -> dict[str, Any]:
+        """An engine rank's vLLM is up, for the first time or again. It gets weights before it gets groups."""
+        with self._changed:
+            self.engines[engine] = Engine(engine, url, control_url, seen=time.monotonic())
+            self._changed.notify_all()
+        return {}
+
+    def heartbeat(self, engine: str, stats: dict[str, Any]) -> dict[str, Any]:
+        with self._changed:
+            if engine in self.engines:
+                self.engines[engine].seen = time.monotonic()
+                self.engines[engine].stats = stats
+        return {"stop": self._stopping}
+
+    def lease(self, engine: str) -> dict[str, Any]:
+        """Work for ``engine``: waits up to LONG_POLL_S for some, then answers {"work": None}."""
+        deadline = time.monotonic() + LONG_POLL_S
+        with self._changed:
+            while True:
+                if self._stopping:
+                    return {"work": None, "stop": True}
+                work = self._work_for(engine)
+                left = deadline - time.monotonic()
+                if work is not None or left <= 0:
+                    return {"work": work, "stop": False}
+                self._changed.wait(left)
+
+    def _work_for(self, engine: str) -> dict[str, Any] | None:
+        known = self.engines.get(engine)
+        if known is None or not known.weights:
+            return None
+        if self._cells is not None:
+            return self._cells.lease()
+        if self.flow is None or self.phase != "train":
+            return None
+        lease = self.flow.lease(engine)
+        if lease is None:
+            return None
+        oldest = self.flow.version.n - self.config.algorithm.max_staleness
+        return _train_work(lease.spec, lease.lease_id) | {"keep_from": oldest, "resumed_from": self.flow.resumed_n}
+
+    def close(self, engine: str, work: dict[str, Any], path: str) -> dict[str, Any]:
+        """A group is done: its rollouts lie in the Parquet file ``path``."""
+        records = read_group(Path(path))
+        with self._changed:
+            if work["kind"] == "evaluate":
+                if self._cells is not None:
+                    self._cells.close(work, records)
+            else:
+                self._close_train(work, score(records, self._reward))
+            self._changed.notify_all()
+        return {}
+
+    def _close_train(self, work: dict[str, Any], records: tuple[RolloutRecord, ...]) -> None:
+        assert self.flow is not None
+        group_id = work["group_id"]
+        if not self.flow.holds(group_id, work["lease_id"]):
+            return self._note(group_id, "ignored", "its lease had been taken back")
+        self._count(records)
+        if not enough_graded(records, work["size"]):
+            reasons = "; ".join(sorted({r.verdict.reason for r in records if r.verdict.reward is None}))[:300]
+            again = self.flow.fail(group_id, reasons)
+            return self._note(group_id, "rerolled" if again else "abandoned", reasons)
+        group = to_train_group(records, work["size"], self.config.algorithm.normalize_std)
+        if group is None:
+            self.flow.skip(group_id, "no contrast")
+            return self._note(group_id, "skipped", "no contrast")
+        self._admit(group)
+
+    def _admit(self, group: TrainGroup) -> None:
+        assert self.flow is not None
+        version = min(record.version for record in group.rollouts)
+        self.flow.admit(group, version)
+        self._note(group.group_id, "admitted", str(version))
+
+    def _count(self, records: tuple[RolloutRecord, ...]) -> None:
+        self.progress.records.extend(records)
+        self.progress.rollouts += len(records)
+        self.progress.sampled_tokens += sum(record.sampled_tokens for record in records)
+
+    def _note(self, group_id: str, what: str, reason: str) -> None:
+        append_jsonl(self.attempt.ledger, {"t": time.time(), "group": group_id, "what": what, "reason": reason})
+
+    def status(self, after: int = 0) -> dict[str, Any]:
+        """For the live view: figures now, and the events since number ``after``."""
+        with self._changed:
+            fresh = [event for event in self.events if event["number"] > after]
+            return {"events": fresh, "live": self._live()}
+
+    def _live(self) -> dict[str, Any]:
+        stats = [engine.stats for engine in self.engines.values()]
+        return {
+            "event": "live",
+            "phase": self.phase,
+            "queue": len(self.flow.ready) if self.flow else 0,
+            "in_flight": sum(s.get("in_flight", 0) for s in stats),
+            "tokens_s": sum(s.get("tokens_s", 0.0) for s in stats),
+            "evaluated": self._cells.counts() if self._cells else None,
+        }
+
+    # --- the trainer's side
+
+    @property
+    def stopped(self) -> bool:
+        return self._stopping
+
+    def emit(self, event: str, **fields: Any) -> None:
+        """Tell the live view."""
+        with self._changed:
+            self._event_count += 1
+            self.events.append({"event": event, "number": self._event_count, "t": time.time(), **fields})
+
+    def set_phase(self, phase: str) -> None:
+        with self._changed:
+            self.phase = phase
+            self._changed.notify_all()
+        self.emit("phase", phase=phase)
+
+    def set_weights(self, engine: Engine, version: str) -> None:
+        """``engine`` now serves ``version``; it may be given groups."""
+        with self._changed:
+            engine.weights = version
+            self._changed.notify_all()
+
+    def unsynced(self, version: str) -> list[Engine]:
+        """Engine ranks that do not serve ``version`` yet."""
+        with self._changed:
+            return [engine for engine in self.engines.values() if engine.weights != version]
+
+    def lost_engines(self, silence_s: float) -> list[str]:
+        """Engine ranks that were silent for ``silence_s``; their groups go back to the queue."""
+        now = time.monotonic()
+        with self._changed:
+            lost = [name for name, engine in self.engines.items() if now - engine.seen > silence_s]
+            for name in lost:
+                del self.engines[name]
+                if self.flow is not None:
+                    self.flow.release_engine(name)
+        return lost
+
+    def wait(self, seconds: float) -> None:
+        """Until something changed, at most ``seconds``."""
+        with self._changed:
+            self._changed.wait(seconds)
+
+    def take_batch(self) -> list[ReadyGroup] | None:
+        assert self.flow is not None
+        with self._changed:
+            return self.flow.take_batch(time.monotonic())
+
+    def finish_update(self, batch: list[ReadyGroup]) -> Progress:
+        """Counts the update in the flow. Returns the figures of the groups closed since the one before."""
+        assert self.flow is not None
+        with self._changed:
+            for ready in batch:
+                self._note(ready.group.group_id, "trained", f"update {self.flow.state.update}")
+            self.flow.finish_update(batch)
+            progress, self.progress = self.progress, Progress()
+            self._changed.notify_all()
+            return progress
+
+    def evaluate(self, cells: Cells | None) -> None:
+        """Hand out ``cells`` instead of training groups, until called with None."""
+        with self._changed:
+            self._cells = cells
+            self._changed.notify_all()
+
+    def stop(self) -> None:
+        """Every engine rank is told to end at its next call."""
+        with self._changed:
+            self._stopping = True
+            self._changed.notify_all()
+
+
+def _train_work(spec: GroupSpec, lease_id: int) -> dict[str, Any]:
+    return {"kind": "train", "lease_id": lease_id, "indices": list(range(spec.size)), **spec_to_json(spec)}
+
+
+def spec_to_json(spec: GroupSpec) -> dict[str, Any]:
+    """A group as RPC carries it."""
+    return {
+        "group_id": spec.group_id,
+        "task_id": spec.task.task_id,
+        "task_path": str(spec.task.path),
+        "harness": spec.harness,
+        "pass_index": spec.pass_index,
+        "size": spec.size,
+    }
+
+
+def spec_from_json(work: dict[str, Any]) -> GroupSpec:
+    """What `spec_to_json` made."""
+    task = TaskRef(work["task_id"], Path(work["task_path"]))
+    return GroupSpec(work["group_id"], task, work["harness"], work["pass_index"], work["size"])

@@ -1,0 +1,234 @@
+"""What each word after `yoke` does. A job takes the composed configuration and returns the exit code."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from pipeline.config import Config, UserError
+from pipeline.launch import preflight
+from pipeline.launch.data import load_split, load_splits
+from pipeline.launch.local import RunFailed, follow, start_over
+from pipeline.launch.reporting import report_run, say
+from pipeline.launch.run_directory import RunDirectory
+from pipeline.records import RolloutRecord
+from pipeline.report.store import read_group, write_group, write_json
+from pipeline.sandbox.base import make_sandbox
+from pipeline.stages import advantage as advantage_stage
+from pipeline.stages.evaluation import Cells, evaluation_specs, is_graded
+from pipeline.stages.gates import check_tasks
+from pipeline.stages.schedule import Schedule
+from pipeline.stages.verification import verify as verify_workspace
+from pipeline.tasks.harbor import load_task
+
+INCOMPLETE = 3
+
+
+def train(config: Config) -> int:
+    """The whole loop, from where the run directory says it stands."""
+    run = _open(config)
+    if run.results.exists():
+        say(f"{run.root} is done; fresh=true starts over")
+        return report_run(config, run)
+    _gate(config, run)
+    try:
+        follow(config, run)
+    except RunFailed as error:
+        print(f"yoke: {error}", file=sys.stderr)
+        return 1
+    return report_run(config, run)
+
+
+def check(config: Config) -> int:
+    """Every setting and every task, without starting anything."""
+    preflight.check_settings(config)
+    say("settings: fine")
+    return 0
+
+
+def evaluate(config: Config) -> int:
+    """Held-out tasks × harnesses with the newest weights of the run."""
+    run = _open(config)
+    label, model_dir = _newest_weights(config, run)
+    label = config.stage.label or label
+    tasks = [task.ref for task in load_split(config, run, "test")]
+    specs = evaluation_specs(tasks, config.mix.harnesses, config.evaluation.rollouts_per_task)
+    cells = Cells(run.evaluation(label), specs, config.evaluation.retries)
+    _work_through(config, run, model_dir, cells)
+    return _tell_evaluation(label, cells)
+
+
+def rollout(config: Config) -> int:
+    """The next groups of the schedule, with the newest weights; their workspaces are kept for `yoke verify`."""
+    run = _open(config)
+    _, model_dir = _newest_weights(config, run)
+    train_tasks, _ = load_splits(config, run)
+    schedule = Schedule(train_tasks, config.mix.harnesses, config.algorithm.group_size, config.seed)
+    specs = [schedule.group(index) for index in range(config.stage.groups)]
+    cells = Cells(_stage(run, "rollout"), specs, config.harness.retries)
+    _work_through(config, run, model_dir, cells, _stage(run, "workspaces"))
+    say(f"{len(specs)} groups in {_stage(run, 'rollout')}; next: yoke verify, then yoke advantage")
+    return 0
+
+
+def verify(config: Config) -> int:
+    """Score the kept workspaces again."""
+    run = _open(config)
+    sandbox = make_sandbox(config.sandbox)
+    for path in _groups(run, "rollout"):
+        records = [asyncio.run(_verify_again(run, record, path, config, sandbox)) for record in read_group(path)]
+        write_group(_stage(run, "verification") / path.name, records)
+        say(f"{path.stem}: {sum(r.verdict.correctness or 0 for r in records):g} of {len(records)} solved")
+    return 0
+
+
+async def _verify_again(run: RunDirectory, record: RolloutRecord, path: Path, config: Config, sandbox) -> RolloutRecord:  # type: ignore[no-untyped-def]
+    workspace = _stage(run, "workspaces") / path.stem / str(record.index)
+    if not workspace.is_dir():
+        raise UserError(f"{workspace} is missing: run `yoke rollout` again")
+    task = load_task(_task_path(run, config, record.task_id))
+    scratch = _stage(run, "scratch")
+    scratch.mkdir(parents=True, exist_ok=True)
+    verdict = await verify_workspace(task, workspace, sandbox, scratch)
+    return replace(record, verdict=replace(verdict, tool_calls=record.verdict.tool_calls))
+
+
+def _task_path(run: RunDirectory, config: Config, task_id: str) -> Path:
+    refs = [ref for refs in load_splits(config, run) for ref in refs]
+    return next(ref.path for ref in refs if ref.task_id == task_id)
+
+
+def advantage(config: Config) -> int:
+    """Rewards and advantages of the groups of `yoke verify`, or else of every closed group of the run."""
+    run = _open(config)
+    reward = advantage_stage.load_reward(config.reward.fn, config.reward.malformed_is_call)
+    sources = _groups(run, "verification", optional=True) or _groups(run, "rollout", optional=True) or _closed_groups(run)
+    if not sources:
+        raise UserError(f"{run.root} holds no closed group: `yoke rollout` or `yoke train` comes first")
+    for path in sources:
+        records = advantage_stage.score(read_group(path), reward)
+        values = advantage_stage.advantages(records, config.algorithm.normalize_std)
+        marked = [replace(r, info=r.info | {"advantage": value}) for r, value in zip(records, values, strict=True)]
+        write_group(_stage(run, "advantage") / path.name, marked)
+        say(f"{path.stem}: advantages {[None if value is None else round(value, 3) for value in values]}")
+    return 0
+
+
+def update(config: Config) -> int:
+    """One update from the groups of `yoke advantage`, on the newest checkpoint; writes the next checkpoint."""
+    from pipeline.stages.update import update_once
+
+    run = _open(config)
+    groups = [
+        group
+        for path in _groups(run, "advantage")
+        if (group := advantage_stage.to_train_group(read_group(path), config.algorithm.group_size, config.algorithm.normalize_std))
+    ]
+    if not groups:
+        raise UserError(f"no group in {_stage(run, 'advantage')} has contrast: there is nothing to learn from")
+    metrics, place = update_once(config, run.checkpoints, groups)
+    write_json(_stage(run, "update") / f"{place.name}.json", metrics)
+    say(f"updated on {len(groups)} groups; checkpoint {place}")
+    return 0
+
+
+def collect(config: Config) -> int:
+    """Record a scripted teacher through the real harness and proxy."""
+    from pipeline.stages.collect import run_collect
+
+    return run_collect(config)
+
+
+def sft(config: Config) -> int:
+    """Warm start from what `yoke collect` recorded."""
+    from pipeline.stages.sft import run_sft
+
+    return run_sft(config)
+
+
+def report(config: Config) -> int:
+    """results.json, table and learning curve again."""
+    run = RunDirectory(Path(config.run_dir).absolute())
+    if not run.config.exists():
+        raise UserError(f"{run.root} is no run directory")
+    return report_run(config, run)
+
+
+# --- parts
+
+
+def _open(config: Config) -> RunDirectory:
+    """Check every setting, then claim or reopen the run directory."""
+    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(message)s")
+    run = RunDirectory(Path(config.run_dir).absolute())
+    preflight.check_settings(config)
+    if config.tasks.kind == "harbor":
+        preflight.check_tasks_readable(config, run)
+    if config.fresh:
+        start_over(run)
+    run.save_config(config)
+    return run
+
+
+def _gate(config: Config, run: RunDirectory) -> None:
+    """Oracle → 1 and nop → 0 on every task. Raises UserError that names the first tasks that fail."""
+    if not config.tasks.check or (run.root / "gates.json").exists():
+        return
+    started = time.monotonic()
+    tasks = [*load_split(config, run, "train"), *load_split(config, run, "test")]
+    failures = asyncio.run(check_tasks(tasks, make_sandbox(config.sandbox), config.concurrency))
+    if failures:
+        shown = "; ".join(str(failure) for failure in failures[:3])
+        raise UserError(f"{len(failures)} of {len(tasks)} tasks fail their own check: {shown}")
+    write_json(run.root / "gates.json", {"tasks": len(tasks), "wall_s": time.monotonic() - started})
+    say(f"{len(tasks)} tasks checked: the oracle scores 1, doing nothing scores 0")
+
+
+def _newest_weights(config: Config, run: RunDirectory) -> tuple[str, Path]:
+    """(label, model directory) of the newest checkpoint, exported if need be; the base model before the first one."""
+    from pipeline.stages.update import export_newest
+
+    return export_newest(config, run.checkpoints, run.root / "models")
+
+
+def _work_through(config: Config, run: RunDirectory, model_dir: Path, cells: Cells, snapshots: Path | None = None) -> None:
+    from pipeline.launch.standalone import work_through
+
+    if cells.done:
+        return
+    work_through(config, run.new_attempt(), model_dir, cells, snapshots)
+
+
+def _tell_evaluation(label: str, cells: Cells) -> int:
+    records = [record for record in cells.records() if is_graded(record)]
+    coverage = cells.coverage()
+    solved = sum(record.verdict.correctness or 0.0 for record in records)
+    say(f"evaluation {label}: pass@1 {solved / max(1, len(records)):.1%} of {coverage.graded} graded rollouts")
+    if coverage.complete:
+        return 0
+    say(f"provisional: only {coverage.graded} of {coverage.planned} rollouts are graded; the same command tries the rest again")
+    return INCOMPLETE
+
+
+def _stage(run: RunDirectory, name: str) -> Path:
+    return run.root / "stages" / name
+
+
+def _groups(run: RunDirectory, stage: str, optional: bool = False) -> Sequence[Path]:
+    found = sorted(_stage(run, stage).glob("*.parquet"))
+    if not found and not optional:
+        raise UserError(f"{_stage(run, stage)} holds no group: run `yoke {stage}` first")
+    return found
+
+
+def _closed_groups(run: RunDirectory) -> Sequence[Path]:
+    """Closed groups of every attempt; the newest attempt's file of a group counts."""
+    found: dict[str, Path] = {}
+    for number in run.attempt_numbers():
+        found |= {path.name: path for path in run.attempt(number).groups.glob("*.parquet")}
+    return [found[name] for name in sorted(found)]

@@ -1,0 +1,134 @@
+"""Start a run on this machine through submitit, or join one that is still going, and show it until it ends."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import submitit
+
+from pipeline.config import Config, UserError
+from pipeline.launch.program import YokeProgram
+from pipeline.launch.rpc import RpcClient, RpcError
+from pipeline.launch.run_directory import Attempt, RunDirectory
+from pipeline.report.progress import Progress
+
+POLL_S = 0.5
+RANKS = ("trainer", "engine")
+
+
+class RunFailed(RuntimeError):
+    """Every attempt of the run ended before the run was done."""
+
+
+def follow(config: Config, run: RunDirectory) -> Attempt:
+    """Bring the run to its end: join a living attempt, else start one; start again after a crash. Returns the last attempt.
+
+    Raises RunFailed after ``cluster.max_attempts`` starts by this command.
+    """
+    with Progress(config.algorithm.updates, config.logging.progress) as progress:
+        for start in range(config.cluster.max_attempts):
+            attempt, pid = _living(run) or _submit(config, run)
+            progress.event({"event": "attempt", "attempt": attempt.number, "logs": str(attempt.logs)})
+            _watch(attempt, pid, progress)
+            if attempt.read("done") is not None:
+                return attempt
+            progress.event({"event": "error", "message": f"attempt {attempt.number} ended early: {_last_words(attempt)}"})
+        raise RunFailed(f"{run.root} is not done after {config.cluster.max_attempts} attempts; logs: {attempt.logs}")
+
+
+def _submit(config: Config, run: RunDirectory) -> tuple[Attempt, int]:
+    attempt = run.new_attempt()
+    executor = submitit.LocalExecutor(folder=attempt.logs)
+    executor.update_parameters(
+        tasks_per_node=len(RANKS),
+        timeout_min=config.cluster.timeout_min,
+        gpus_per_node=config.cluster.gpus_per_node,
+        stderr_to_stdout=True,
+    )
+    job = executor.submit(YokeProgram(asdict(config), str(run.root), attempt.number))
+    job._cancel_at_deletion = False
+    attempt.publish("job", {"pid": int(job.job_id), "started": _start_time(int(job.job_id))})
+    return attempt, int(job.job_id)
+
+
+def _living(run: RunDirectory) -> tuple[Attempt, int] | None:
+    """The newest attempt, if its processes still run (its launcher may have been killed)."""
+    for number in reversed(run.attempt_numbers()[-1:]):
+        attempt = run.attempt(number)
+        job = attempt.read("job")
+        if job and job["started"] is not None and _start_time(job["pid"]) == job["started"]:
+            return attempt, job["pid"]
+    return None
+
+
+def _start_time(pid: int) -> int | None:
+    """Clock ticks at which ``pid`` started, so that a reused pid is not taken for it; None when it is gone or a zombie."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None
+    return None if fields[0] == "Z" else int(fields[19])
+
+
+def _watch(attempt: Attempt, pid: int, progress: Progress) -> None:
+    """Show the attempt until its processes are gone. Ctrl-C ends them after a checkpoint."""
+    started = _start_time(pid)
+    client: RpcClient | None = None
+    seen = 0
+    try:
+        while started is not None and _start_time(pid) == started:
+            time.sleep(POLL_S)
+            client = client or _client(attempt)
+            if client is not None:
+                seen = _relay(client, seen, progress)
+    except KeyboardInterrupt:
+        os.kill(pid, signal.SIGINT)
+        raise
+
+
+def _client(attempt: Attempt) -> RpcClient | None:
+    record = attempt.read("coordinator")
+    return RpcClient(record["url"], record["token"]) if record else None
+
+
+def _relay(client: RpcClient, seen: int, progress: Progress) -> int:
+    """Pass news on to the live view. Returns the number of the last event."""
+    try:
+        status = client.call("status", 5.0, after=seen)
+    except RpcError:
+        return seen
+    for event in status["events"]:
+        progress.event(event)
+        seen = max(seen, event["number"])
+    progress.event(status["live"])
+    return seen
+
+
+def _last_words(attempt: Attempt) -> str:
+    """The last line of each rank's log, for the message after a crash."""
+    words = []
+    for path in sorted(attempt.logs.glob("*_log.out")):
+        lines = [line for line in path.read_text(errors="replace").splitlines() if line.strip()]
+        if lines:
+            words.append(f"{path.name}: {lines[-1][:200]}")
+    return "; ".join(words) or f"no log in {attempt.logs}"
+
+
+def start_over(run: RunDirectory) -> None:
+    """Delete the run directory. Raises UserError while the run is going, or when the directory is not a run's."""
+    if not run.root.exists():
+        return
+    if _living(run):
+        raise UserError(f"{run.root} is running now: stop it before starting over")
+    if any(run.root.iterdir()) and not run.config.exists():
+        raise UserError(f"{run.root} holds other things than a run: delete it yourself or give another run_dir=…")
+    shutil.rmtree(run.root)
+
+

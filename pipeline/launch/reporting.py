@@ -1,0 +1,62 @@
+"""The end of a run: results.json, the table, the learning curve; made from the run directory alone, so it can be done again."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from pipeline.config import Config
+from pipeline.harness.base import get_harness
+from pipeline.launch.run_directory import RunDirectory
+from pipeline.records import RolloutRecord
+from pipeline.report.metrics import read_metrics
+from pipeline.report.plot import learning_curve
+from pipeline.report.results import Meta, build_results, write_results
+from pipeline.report.store import read_group, write_text
+from pipeline.report.table import markdown_table, print_results
+
+INCOMPLETE = 3
+
+
+def say(text: str) -> None:
+    """One plain line to the person at the terminal."""
+    print(text, flush=True)
+
+
+def report_run(config: Config, run: RunDirectory) -> int:
+    """Write and show the report. Returns 3 when rollouts of an evaluation are ungraded, else 0."""
+    metrics = read_metrics(run.root)
+    results = build_results(_evaluated(run, "before"), _evaluated(run, "after"), metrics, _meta(config, run))
+    learning_curve(metrics, run.report / "curve.png", results)
+    write_text(run.report / "table.md", markdown_table(results))
+    write_results(run.results, results)
+    print_results(results, Console())
+    say(f"results: {run.results}\ncurve:   {run.report / 'curve.png'}")
+    return INCOMPLETE if results["provisional"] and results["after"] is not None else 0
+
+
+def _evaluated(run: RunDirectory, label: str) -> list[RolloutRecord]:
+    return [record for path in sorted(run.evaluation(label).glob("*.parquet")) for record in read_group(path)]
+
+
+def _meta(config: Config, run: RunDirectory) -> Meta:
+    done = next((d for n in reversed(run.attempt_numbers()) if (d := run.attempt(n).read("done"))), {})
+    return Meta(
+        seed=config.seed,
+        rollouts=int(done.get("rollouts", 0)),
+        wall_s={**_gates(run.root / "gates.json"), **done.get("wall_s", {})},
+        harness_versions={name: get_harness(name).version for name in config.mix.harnesses},
+        planned=_planned(config, run),
+    )
+
+
+def _gates(path: Path) -> dict[str, Any]:
+    return {"gates": json.loads(path.read_text())["wall_s"]} if path.exists() else {}
+
+
+def _planned(config: Config, run: RunDirectory) -> int:
+    tasks = len(list(run.tasks("test").glob("*/task.toml"))) if config.tasks.kind == "generated" else config.tasks.test_size
+    return tasks * len(config.mix.harnesses) * config.evaluation.rollouts_per_task

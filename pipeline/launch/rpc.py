@@ -1,0 +1,81 @@
+"""JSON calls between the ranks of a run, over HTTP with a token: one server thread, one client. Live records travel here, not by files."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable, Mapping
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import httpx
+
+Method = Callable[..., dict[str, Any]]
+
+
+class RpcError(RuntimeError):
+    """The other side could not be reached in time, or its method raised."""
+
+
+class RpcServer:
+    """Serves ``methods`` by name; a method takes keyword arguments and returns a JSON-able dict."""
+
+    def __init__(self, methods: Mapping[str, Method], token: str, host: str = "127.0.0.1") -> None:
+        self._http = ThreadingHTTPServer((host, 0), _handler(methods, token))
+        self._http.daemon_threads = True
+        self.url = f"http://{host}:{self._http.server_port}"
+        threading.Thread(target=self._http.serve_forever, name="rpc", daemon=True).start()
+
+    def stop(self) -> None:
+        self._http.shutdown()
+        self._http.server_close()
+
+
+def _handler(methods: Mapping[str, Method], token: str) -> type[BaseHTTPRequestHandler]:
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def do_POST(self) -> None:
+            body = self.rfile.read(int(self.headers.get("content-length", 0)))
+            if self.headers.get("authorization") != f"Bearer {token}":
+                return self._reply(401, {"error": "wrong token"})
+            method = methods.get(self.path.strip("/"))
+            if method is None:
+                return self._reply(404, {"error": f"no method {self.path}"})
+            try:
+                self._reply(200, method(**json.loads(body)))
+            except Exception as error:  # whatever a method raises belongs to its caller
+                self._reply(500, {"error": f"{type(error).__name__}: {error}"})
+
+        def _reply(self, status: int, answer: dict[str, Any]) -> None:
+            payload = json.dumps(answer).encode()
+            self.send_response(status)
+            self.send_header("content-type", "application/json")
+            self.send_header("content-length", str(len(payload)))
+            self.end_headers()
+            self.wfile.write(payload)
+
+        def log_message(self, format: str, *args: Any) -> None:
+            """Requests are not news."""
+
+    return Handler
+
+
+class RpcClient:
+    """Calls the methods of an `RpcServer`. Thread-safe."""
+
+    def __init__(self, url: str, token: str) -> None:
+        self._client = httpx.Client(base_url=url, headers={"authorization": f"Bearer {token}"})
+
+    def call(self, method: str, timeout_s: float = 30.0, **arguments: Any) -> dict[str, Any]:
+        """Raises RpcError when there is no answer within ``timeout_s`` or the method failed."""
+        try:
+            answer = self._client.post(f"/{method}", json=arguments, timeout=timeout_s)
+        except httpx.HTTPError as error:
+            raise RpcError(f"no answer to {method} from {self._client.base_url} within {timeout_s:g} s: {error!r}") from error
+        if answer.status_code != 200:
+            raise RpcError(f"{method}: {answer.json().get('error', answer.text)}")
+        return answer.json()
+
+    def close(self) -> None:
+        self._client.close()

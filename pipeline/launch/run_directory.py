@@ -1,0 +1,171 @@
+"""The run directory: where each thing of a run lies, who may write it, and which attempt is the current one."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from omegaconf import OmegaConf
+
+from pipeline.config import Config, UserError
+
+
+class FencedOff(RuntimeError):
+    """A newer attempt of this run exists: this process is a ghost and must not write."""
+
+
+def write_atomically(path: Path, text: str, mode: int = 0o644) -> None:
+    """Publish ``text`` at ``path`` by a rename, so that no reader ever sees half of it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}")
+    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
+    try:
+        with os.fdopen(descriptor, "w") as file:
+            file.write(text)
+        os.replace(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+@dataclass(frozen=True)
+class RunDirectory:
+    """Paths of one run."""
+
+    root: Path
+
+    @property
+    def config(self) -> Path:
+        return self.root / "config.yaml"
+
+    @property
+    def attempts(self) -> Path:
+        return self.root / "attempts"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.root / "checkpoints"
+
+    @property
+    def report(self) -> Path:
+        return self.root / "report"
+
+    @property
+    def metrics(self) -> Path:
+        return self.root / "metrics.jsonl"
+
+    @property
+    def results(self) -> Path:
+        return self.report / "results.json"
+
+    def tasks(self, split: str) -> Path:
+        return self.root / "tasks" / split
+
+    def evaluation(self, label: str) -> Path:
+        return self.root / "evaluation" / label
+
+    def attempt(self, number: int) -> Attempt:
+        return Attempt(self, number)
+
+    def attempt_numbers(self) -> list[int]:
+        """Numbers of all attempts so far, ascending."""
+        if not self.attempts.is_dir():
+            return []
+        return sorted(int(path.name) for path in self.attempts.iterdir() if path.name.isdigit())
+
+    def new_attempt(self) -> Attempt:
+        """Claim the next attempt number. Two callers never get the same one: making the directory is the claim."""
+        number = max(self.attempt_numbers(), default=0) + 1
+        while True:
+            attempt = Attempt(self, number)
+            try:
+                attempt.root.mkdir(parents=True)
+            except FileExistsError:
+                number += 1
+                continue
+            attempt.groups.mkdir()
+            attempt.rollouts.mkdir()
+            attempt.logs.mkdir()
+            return attempt
+
+    def save_config(self, config: Config) -> None:
+        """Keep the canonical configuration; a later command on the same directory must agree with it.
+
+        Raises UserError that names the differing keys.
+        """
+        text = OmegaConf.to_yaml(OmegaConf.structured(config))
+        if not self.config.exists():
+            return write_atomically(self.config, text)
+        different = differing_keys(OmegaConf.create(self.config.read_text()), OmegaConf.create(text))
+        if different:
+            raise UserError(
+                f"{self.root} was made with other settings ({', '.join(different)}): "
+                "give the same ones, another run_dir=…, or fresh=true to start over"
+            )
+
+
+# May differ between two commands on one run directory without making it another experiment.
+_FREE = ("fresh", "logging", "concurrency", "cluster", "engine", "run_dir")
+
+
+def differing_keys(old: Any, new: Any) -> list[str]:
+    """Dotted keys in which two configurations differ, apart from those that may change between attempts."""
+    flat_old, flat_new = _flatten(OmegaConf.to_container(old)), _flatten(OmegaConf.to_container(new))
+    keys = sorted(flat_old.keys() | flat_new.keys())
+    return [key for key in keys if key.split(".")[0] not in _FREE and flat_old.get(key) != flat_new.get(key)]
+
+
+def _flatten(value: Any, prefix: str = "") -> dict[str, Any]:
+    if not isinstance(value, dict):
+        return {prefix: value}
+    flat: dict[str, Any] = {}
+    for key, item in value.items():
+        flat |= _flatten(item, f"{prefix}.{key}" if prefix else str(key))
+    return flat
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """One start of the run. It writes only below its own directory, and stops writing once a newer attempt exists."""
+
+    run: RunDirectory
+    number: int
+
+    @property
+    def root(self) -> Path:
+        return self.run.attempts / f"{self.number:04d}"
+
+    @property
+    def groups(self) -> Path:
+        return self.root / "groups"
+
+    @property
+    def rollouts(self) -> Path:
+        return self.root / "rollouts"
+
+    @property
+    def logs(self) -> Path:
+        return self.root / "logs"
+
+    @property
+    def ledger(self) -> Path:
+        return self.root / "ledger.jsonl"
+
+    def check_fence(self) -> None:
+        """Raises FencedOff when a newer attempt has been claimed."""
+        newest = max(self.run.attempt_numbers(), default=0)
+        if newest > self.number:
+            raise FencedOff(f"attempt {self.number} of {self.run.root} ends: attempt {newest} has taken over")
+
+    def publish(self, name: str, record: dict[str, Any]) -> None:
+        """Write ``name``.json, readable by this user only (it may hold a token)."""
+        write_atomically(self.root / f"{name}.json", json.dumps(record), mode=0o600)
+
+    def read(self, name: str) -> dict[str, Any] | None:
+        """What `publish` wrote, or None when it has not been written."""
+        path = self.root / f"{name}.json"
+        return json.loads(path.read_text()) if path.exists() else None

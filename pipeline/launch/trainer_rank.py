@@ -1,0 +1,267 @@
+"""Local rank 0: the coordinator's home and the trainer. Evaluate, then update after update, then evaluate again."""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import shutil
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from pipeline.config import Config
+from pipeline.engine.transfer import SyncTimings, Transfer, TransferError, make_transfer
+from pipeline.launch.coordinator import Coordinator, Engine
+from pipeline.launch.data import load_splits
+from pipeline.launch.rpc import RpcClient, RpcError, RpcServer
+from pipeline.launch.run_directory import Attempt
+from pipeline.records import PolicyVersion
+from pipeline.report.metrics import MetricsLog, evaluation_metrics, group_metrics, rollout_metrics
+from pipeline.stages.evaluation import Cells, evaluation_specs
+from pipeline.stages.flow import FlowState, GroupFlow, ReadyGroup
+from pipeline.stages.schedule import Schedule
+from pipeline.training.checkpoint import latest_checkpoint
+from pipeline.training.trainer import Trainer
+
+log = logging.getLogger("yoke.trainer")
+
+ENGINE_SILENCE_S = 30.0
+NO_ENGINE_S = 900.0
+STALL_S = 1800.0
+
+
+class TrainerRank:
+    """The run, from the newest checkpoint to its last evaluation."""
+
+    def __init__(self, config: Config, attempt: Attempt) -> None:
+        self.config, self.attempt, self.run = config, attempt, attempt.run
+        self.train_tasks, self.test_tasks = load_splits(config, self.run)
+        self.trainer = Trainer(
+            config.model.path, config.training, config.algorithm, config.seed, config.algorithm.updates
+        )
+        self.state = self._load_state()
+        flow_state = FlowState.from_json(self.state["flow"])
+        schedule = Schedule(self.train_tasks, config.mix.harnesses, config.algorithm.group_size, config.seed)
+        self.flow = GroupFlow(schedule, config.algorithm, flow_state, attempt.number)
+        self.coordinator = Coordinator(config, attempt, self.flow)
+        self.scratch = Path(tempfile.mkdtemp(prefix="yoke-weights-"))
+        self.transfers: dict[str, Transfer] = {}
+        self.save_requested = threading.Event()
+        self.metrics = MetricsLog(self.run.root, config.logging, asdict(config))
+
+    def _load_state(self) -> dict[str, Any]:
+        checkpoint = latest_checkpoint(self.run.checkpoints)
+        if checkpoint is None:
+            return {"flow": FlowState().to_json(), "wall_s": {}, "rollouts": 0}
+        log.info("resuming from %s", checkpoint)
+        return self.trainer.load(checkpoint)
+
+    # --- the run
+
+    def execute(self) -> None:
+        """Raises when the run cannot go on; what was checkpointed is kept."""
+        token = secrets.token_hex(16)
+        server = RpcServer(self.coordinator.methods, token)
+        self.attempt.publish("coordinator", {"url": server.url, "token": token})
+        try:
+            with self._phase("start"):
+                self._await_engine()
+            self._evaluate("before", self.config.evaluation.before and self.flow.state.update == 0)
+            with self._phase("train"):
+                self._train()
+            self._evaluate("after", self.config.evaluation.after)
+            self._finish()
+        finally:
+            self.coordinator.stop()
+            time.sleep(1.5)  # engine ranks learn of it by their next heartbeat
+            server.stop()
+            self.metrics.close()
+            shutil.rmtree(self.scratch, ignore_errors=True)
+
+    @contextmanager
+    def _phase(self, name: str) -> Iterator[None]:
+        self.coordinator.set_phase(name)
+        started = time.monotonic()
+        try:
+            yield
+        finally:
+            wall = self.state["wall_s"]
+            wall[name] = wall.get(name, 0.0) + time.monotonic() - started
+
+    def _await_engine(self) -> None:
+        deadline = time.monotonic() + self.config.engine.start_timeout_s + 60
+        while not self._sync_engines():
+            if time.monotonic() > deadline:
+                raise TimeoutError("no engine rank registered in time; see the logs of the attempt")
+            self.coordinator.wait(0.5)
+
+    def _train(self) -> None:
+        while self.flow.state.update < self.config.algorithm.updates:
+            waited = time.monotonic()
+            batch = self._await_batch()
+            waited = time.monotonic() - waited
+            self._update(batch, waited)
+            if self._checkpoint_due():
+                self.save()
+        self.flow.close_books()
+        self.save()
+
+    def _checkpoint_due(self) -> bool:
+        return self.save_requested.is_set() or self.flow.state.update % self.config.training.checkpoint_every == 0
+
+    def _await_batch(self) -> list[ReadyGroup]:
+        """Wait for the next update's groups, keeping engines synced and watched meanwhile."""
+        deadline = time.monotonic() + STALL_S
+        while True:
+            batch = self.coordinator.take_batch()
+            if batch is not None:
+                return batch
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"no batch within {STALL_S:g} s: {self.coordinator.status()['live']}")
+            self._keep_engines()
+            self.coordinator.wait(0.5)
+
+    def _update(self, batch: list[ReadyGroup], waited_s: float) -> None:
+        started = time.monotonic()
+        groups = [ready.group for ready in batch]
+        metrics = group_metrics(groups, self.flow.version) if groups else {}
+        metrics |= self.trainer.update(groups)
+        stepped = time.monotonic()
+        self.attempt.check_fence()
+        dropped = self.flow.dropped_stale
+        progress = self.coordinator.finish_update(batch)
+        timings = self._sync_engines()
+        self.state["rollouts"] += progress.rollouts
+        metrics |= rollout_metrics(progress.records)
+        if timings is not None:
+            metrics |= {
+                "perf/weight_sync_s": timings.total_s,
+                "perf/weight_sync_pause_s": timings.pause_s,
+                "perf/weight_sync_transfer_s": timings.transfer_s,
+            }
+        metrics |= {
+            "perf/rollout_wait_s": waited_s,
+            "perf/fwd_bwd_s": stepped - started,
+            "perf/step_s": waited_s + time.monotonic() - started,
+            "sample/dropped_stale_total": float(dropped),
+            "sample/rollout_queue_size": float(len(self.flow.ready)),
+            "rollouts_total": float(self.state["rollouts"]),
+        }
+        self.metrics.log(self.flow.state.update, metrics)
+        self.coordinator.emit("update", update=self.flow.state.update, metrics=metrics)
+
+    # --- engines
+
+    def _keep_engines(self) -> None:
+        for name in self.coordinator.lost_engines(ENGINE_SILENCE_S):
+            log.warning("engine rank %s is silent; its groups are scheduled again", name)
+        self._sync_engines()
+
+    def _sync_engines(self) -> SyncTimings | None:
+        """Push the current weights into every engine that lacks them. Returns the last push's timings, None when none was made."""
+        timings = None
+        for engine in self.coordinator.unsynced(str(self.flow.version)):
+            try:
+                timings = self._push(engine, self.flow.version)
+            except (TransferError, RpcError) as error:
+                log.warning("weights %s did not reach %s: %s", self.flow.version, engine.name, error)
+                self._forget_transfer(engine)
+                self._restart(engine)
+        return timings
+
+    def _push(self, engine: Engine, version: PolicyVersion) -> SyncTimings:
+        control = RpcClient(engine.control_url, self._token())
+        timeout_s = self.config.engine.sync_timeout_s
+        try:
+            transfer = self._transfer(engine)
+            timings = transfer.push(
+                self.trainer.named_weights(),
+                version,
+                before_resume=lambda: control.call("policy_version", timeout_s, version=str(version)) and None,
+            )
+        finally:
+            control.close()
+        self.coordinator.set_weights(engine, str(version))
+        return timings
+
+    def _transfer(self, engine: Engine) -> Transfer:
+        """Connected once per start of the engine's vLLM: a fresh registration has no weights yet."""
+        if not engine.weights:
+            self._forget_transfer(engine)
+        if engine.name not in self.transfers:
+            transfer = make_transfer(
+                self.config.engine.weight_transfer, engine.url, self.scratch, self.config.engine.sync_timeout_s
+            )
+            transfer.connect()
+            self.transfers[engine.name] = transfer
+        return self.transfers[engine.name]
+
+    def _forget_transfer(self, engine: Engine) -> None:
+        transfer = self.transfers.pop(engine.name, None)
+        if transfer is not None:
+            transfer.close()
+
+    def _restart(self, engine: Engine) -> None:
+        """A failed sync leaves an engine in doubt: its rank starts vLLM again and registers anew."""
+        self.coordinator.set_weights(engine, "")
+        control = RpcClient(engine.control_url, self._token())
+        try:
+            control.call("restart_engine", 30.0)
+        except RpcError as error:
+            log.warning("%s could not be told to restart its engine: %s", engine.name, error)
+        finally:
+            control.close()
+
+    def _token(self) -> str:
+        record = self.attempt.read("coordinator")
+        assert record is not None
+        return str(record["token"])
+
+    # --- evaluation, checkpoints, the end
+
+    def _evaluate(self, label: str, wanted: bool) -> None:
+        if not wanted:
+            return
+        evaluation = self.config.evaluation
+        specs = evaluation_specs(self.test_tasks, self.config.mix.harnesses, evaluation.rollouts_per_task)
+        cells = Cells(self.run.evaluation(label), specs, evaluation.retries)
+        with self._phase(f"evaluate_{label}"):
+            self._work_through(cells)
+        coverage = cells.coverage()
+        self.metrics.log(self.flow.state.update, evaluation_metrics(cells.records(), coverage.planned))
+        self.coordinator.emit("evaluated", label=label, graded=coverage.graded, planned=coverage.planned)
+
+    def _work_through(self, cells: Cells) -> None:
+        self.coordinator.evaluate(cells)
+        deadline = time.monotonic() + STALL_S + 60.0 * len(self.test_tasks)
+        while not cells.done:
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"the evaluation did not end: {cells.counts()}")
+            if self.coordinator.lost_engines(ENGINE_SILENCE_S):
+                cells.release()
+            self._sync_engines()
+            self.coordinator.wait(0.5)
+        self.coordinator.evaluate(None)
+
+    def save(self) -> None:
+        """Write a checkpoint, unless a newer attempt has taken the run over."""
+        self.attempt.check_fence()
+        self.state |= {"flow": self.flow.state.to_json(), "attempt": self.attempt.number}
+        self.trainer.save(self.run.checkpoints / f"update-{self.flow.state.update:06d}", self.state)
+        self.save_requested.clear()
+
+    def _finish(self) -> None:
+        self.attempt.check_fence()
+        self.save()
+        self.trainer.export(self.run.root / "model")
+        self.attempt.publish("done", {"wall_s": self.state["wall_s"], "rollouts": self.state["rollouts"]})
+
+
+def run_trainer(config: Config, attempt: Attempt) -> None:
+    """The trainer rank's program."""
+    TrainerRank(config, attempt).execute()

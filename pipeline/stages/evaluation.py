@@ -1,0 +1,120 @@
+"""Stage 5: held-out tasks × harnesses. The first graded result of a cell stands; only ungraded cells are tried again.
+
+A cell is ``rollouts_per_task`` rollouts of one (task, harness), kept as one Parquet file under ``evaluation/<label>/``, so an
+interrupted evaluation goes on where it was.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pipeline.records import GroupSpec, RolloutRecord, TaskRef
+from pipeline.report.store import read_group
+
+
+@dataclass(frozen=True)
+class Coverage:
+    """How many of the planned rollouts are graded."""
+
+    graded: int
+    planned: int
+
+    @property
+    def complete(self) -> bool:
+        return self.graded == self.planned
+
+
+@dataclass
+class _Cell:
+    spec: GroupSpec
+    path: Path
+    tries: int = 0
+
+    def missing(self) -> list[int]:
+        """Indices of rollouts without a grade."""
+        graded = {record.index for record in read_cell(self.path) if is_graded(record)}
+        return [index for index in range(self.spec.size) if index not in graded]
+
+
+def evaluation_specs(tasks: Sequence[TaskRef], harnesses: Sequence[str], size: int) -> list[GroupSpec]:
+    """One cell of ``size`` rollouts for each (task, harness); harnesses alternate, so that an early look is balanced."""
+    return [GroupSpec(f"{harness}--{task.task_id}", task, harness, 0, size) for task in tasks for harness in harnesses]
+
+
+class Cells:
+    """Groups outside training, leased to engine ranks until each rollout is graded or the tries of its cell are used up."""
+
+    def __init__(self, directory: Path, specs: Sequence[GroupSpec], retries: int) -> None:
+        """One Parquet file a cell under ``directory``; what lies there already is kept."""
+        self._retries = retries
+        self._all = [_Cell(spec, directory / f"{spec.group_id}.parquet") for spec in specs]
+        self._waiting = deque(cell for cell in self._all if cell.missing())
+        self._open: dict[str, _Cell] = {}
+
+    def lease(self) -> dict[str, Any] | None:
+        """The next cell as work for an engine rank, or None while none waits."""
+        if not self._waiting:
+            return None
+        cell = self._waiting.popleft()
+        cell.tries += 1
+        self._open[cell.spec.group_id] = cell
+        return {
+            "kind": "evaluate",
+            "group_id": cell.spec.group_id,
+            "task_id": cell.spec.task.task_id,
+            "task_path": str(cell.spec.task.path),
+            "harness": cell.spec.harness,
+            "pass_index": cell.spec.pass_index,
+            "size": cell.spec.size,
+            "indices": cell.missing(),
+            "path": str(cell.path),
+        }
+
+    def close(self, work: dict[str, Any], records: Sequence[RolloutRecord]) -> None:
+        """A cell came back; it waits again while rollouts lack a grade and tries are left."""
+        cell = self._open.pop(work["group_id"], None)
+        if cell is not None and any(not is_graded(record) for record in records) and cell.tries <= self._retries:
+            self._waiting.append(cell)
+
+    def release(self) -> None:
+        """The engine that held the open cells is gone: they wait again, without costing a try."""
+        for cell in self._open.values():
+            cell.tries -= 1
+            self._waiting.append(cell)
+        self._open.clear()
+
+    @property
+    def done(self) -> bool:
+        return not self._waiting and not self._open
+
+    def counts(self) -> dict[str, int]:
+        """Cells finished and planned, for the live view."""
+        return {"done": len(self._all) - len(self._waiting) - len(self._open), "total": len(self._all)}
+
+    def records(self) -> list[RolloutRecord]:
+        """Every rollout so far, graded or not."""
+        return [record for cell in self._all for record in read_cell(cell.path)]
+
+    def coverage(self) -> Coverage:
+        planned = sum(cell.spec.size for cell in self._all)
+        return Coverage(sum(is_graded(record) for record in self.records()), planned)
+
+
+def is_graded(record: RolloutRecord) -> bool:
+    return record.verdict.correctness is not None
+
+
+def read_cell(path: Path) -> tuple[RolloutRecord, ...]:
+    """The rollouts of a cell's file; none when it was not written yet."""
+    return read_group(path) if path.exists() else ()
+
+
+def merge(old: Sequence[RolloutRecord], new: Sequence[RolloutRecord]) -> list[RolloutRecord]:
+    """First graded result stands: a new rollout replaces an old one of the same index only when that had no grade."""
+    by_index = {record.index: record for record in new}
+    by_index |= {record.index: record for record in old if is_graded(record) or record.index not in by_index}
+    return [by_index[index] for index in sorted(by_index)]

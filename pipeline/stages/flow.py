@@ -1,0 +1,204 @@
+"""Group flow control: leases, credits, staleness, refill, and the one way in which every scheduled group ends. No IO, no clock of its own."""
+
+from __future__ import annotations
+
+import enum
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Any
+
+from pipeline.config import AlgorithmConfig
+from pipeline.records import GroupSpec, PolicyVersion, TrainGroup
+from pipeline.stages.schedule import Schedule
+
+
+class Ending(enum.StrEnum):
+    """How a scheduled group ended."""
+
+    TRAINED = "trained"
+    SKIPPED = "skipped"
+    ABANDONED = "abandoned"
+
+
+@dataclass
+class FlowState:
+    """What a checkpoint keeps: groups that ended, how far the schedule was handed out, how many updates were made."""
+
+    update: int = 0
+    version_n: int = 0
+    next_index: int = 0
+    ended: dict[str, list[str]] = field(default_factory=dict)  # group id → [ending, reason]
+
+    def to_json(self) -> dict[str, Any]:
+        return dict(self.__dict__)
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> FlowState:
+        return cls(**{name: data[name] for name in ("update", "version_n", "next_index", "ended")})
+
+
+@dataclass(frozen=True)
+class Lease:
+    """A group that an engine rank is rolling out. ``floor``: no call of it can be older than this version."""
+
+    lease_id: int
+    spec: GroupSpec
+    engine: str
+    floor: PolicyVersion
+
+
+@dataclass(frozen=True)
+class ReadyGroup:
+    """A closed group with contrast, waiting for its update."""
+
+    group: TrainGroup
+    version: PolicyVersion
+    size: int
+
+
+class GroupFlow:
+    """Owns every group from the schedule to its end. The caller serialises the calls."""
+
+    def __init__(self, schedule: Schedule, algorithm: AlgorithmConfig, state: FlowState, attempt: int) -> None:
+        self.schedule, self.algorithm, self.state = schedule, algorithm, state
+        self.version = PolicyVersion(attempt, state.version_n)
+        self.resumed_n = state.version_n
+        self.leases: dict[str, Lease] = {}
+        self.ready: list[ReadyGroup] = []
+        self.pending: deque[GroupSpec] = deque(self._unfinished())
+        self.rerolls: dict[str, int] = {}
+        self.skipped_since_update = 0
+        self.dropped_stale = 0
+        self._lease_count = 0
+        self._stale_since: float | None = None
+
+    def _unfinished(self) -> list[GroupSpec]:
+        indices = range(self.state.next_index)
+        return [spec for spec in map(self.schedule.group, indices) if spec.group_id not in self.state.ended]
+
+    # --- credits and leases
+
+    @property
+    def outstanding_rollouts(self) -> int:
+        """Rollouts that were handed out or wait for their update."""
+        return sum(lease.spec.size for lease in self.leases.values()) + sum(ready.size for ready in self.ready)
+
+    def lease(self, engine: str) -> Lease | None:
+        """The next group for ``engine``, or None while no credit is left or the remaining updates need no more groups."""
+        algorithm = self.algorithm
+        wanted = (algorithm.updates - self.state.update) * algorithm.groups_per_update
+        if len(self.leases) + len(self.ready) >= wanted:
+            return None
+        if self.outstanding_rollouts + algorithm.group_size > algorithm.max_outstanding_rollouts:
+            return None
+        spec = self._next_spec()
+        self._lease_count += 1
+        lease = Lease(self._lease_count, spec, engine, self.version)
+        self.leases[spec.group_id] = lease
+        return lease
+
+    def _next_spec(self) -> GroupSpec:
+        if self.pending:
+            return self.pending.popleft()
+        spec = self.schedule.group(self.state.next_index)
+        self.state.next_index += 1
+        return spec
+
+    def release_engine(self, engine: str) -> None:
+        """An engine rank is gone: its groups go back to the head of the queue."""
+        for lease in [lease for lease in self.leases.values() if lease.engine == engine]:
+            self._give_back(lease)
+
+    def _give_back(self, lease: Lease) -> None:
+        del self.leases[lease.spec.group_id]
+        self.pending.appendleft(lease.spec)
+
+    def holds(self, group_id: str, lease_id: int) -> bool:
+        """False for a group that was dropped or given to another engine meanwhile: its result must be ignored."""
+        lease = self.leases.get(group_id)
+        return lease is not None and lease.lease_id == lease_id
+
+    # --- how a lease ends
+
+    def admit(self, group: TrainGroup, version: PolicyVersion) -> None:
+        """A closed group with contrast waits for the next update."""
+        lease = self.leases.pop(group.group_id)
+        self.ready.append(ReadyGroup(group, version, lease.spec.size))
+
+    def skip(self, group_id: str, reason: str) -> None:
+        """A closed group that can teach nothing (no contrast); another one is scheduled in its place."""
+        del self.leases[group_id]
+        self.skipped_since_update += 1
+        self.state.ended[group_id] = [Ending.SKIPPED, reason]
+
+    def fail(self, group_id: str, reason: str) -> bool:
+        """Too few graded rollouts: roll again, or abandon after ``max_rerolls``. Returns True when it will be rolled again."""
+        lease = self.leases[group_id]
+        self.rerolls[group_id] = self.rerolls.get(group_id, 0) + 1
+        if self.rerolls[group_id] <= self.algorithm.max_rerolls:
+            self._give_back(lease)
+            return True
+        del self.leases[group_id]
+        self.state.ended[group_id] = [Ending.ABANDONED, reason]
+        return False
+
+    # --- the update
+
+    def take_batch(self, now: float) -> list[ReadyGroup] | None:
+        """The groups of the next update, oldest first; None while it has to wait. May be empty when refills are exhausted.
+
+        ``now`` is any clock in seconds. Groups in flight that the step would make too stale are waited for at most
+        ``stale_wait_s``, then dropped whole and scheduled again.
+        """
+        if len(self.ready) < self._required():
+            return None
+        expiring = [lease for lease in self.leases.values() if self._expires(lease.floor)]
+        if expiring and not self._waited_long_enough(now):
+            return None
+        self._stale_since = None
+        for lease in expiring:
+            self.dropped_stale += 1
+            self._give_back(lease)
+        return self._pick()
+
+    def _required(self) -> int:
+        """``groups_per_update`` less those whose refills are used up."""
+        algorithm = self.algorithm
+        refills = int(algorithm.refill_factor * algorithm.groups_per_update)
+        return max(0, algorithm.groups_per_update - max(0, self.skipped_since_update - refills))
+
+    def _expires(self, version: PolicyVersion) -> bool:
+        return version.n < self.version.n + 1 - self.algorithm.max_staleness
+
+    def _waited_long_enough(self, now: float) -> bool:
+        if self._stale_since is None:
+            self._stale_since = now
+        return now - self._stale_since >= self.algorithm.stale_wait_s
+
+    def _pick(self) -> list[ReadyGroup]:
+        self.ready.sort(key=lambda ready: (ready.version, ready.group.group_id))
+        count = max(self.algorithm.groups_per_update, sum(self._expires(ready.version) for ready in self.ready))
+        batch, self.ready = self.ready[:count], self.ready[count:]
+        return batch
+
+    def staleness(self, batch: list[ReadyGroup]) -> list[int]:
+        """Updates between the weights that sampled each group and the weights that it trains."""
+        return [self.version.n - ready.version.n for ready in batch]
+
+    def finish_update(self, batch: list[ReadyGroup]) -> PolicyVersion:
+        """The update of ``batch`` is done: its groups have ended, and the next policy version begins. Returns that version."""
+        for ready in batch:
+            self.state.ended[ready.group.group_id] = [Ending.TRAINED, f"update {self.state.update}"]
+        self.state.update += 1
+        self.state.version_n += 1
+        self.skipped_since_update = 0
+        self.version = PolicyVersion(self.version.attempt, self.state.version_n)
+        return self.version
+
+    def close_books(self) -> None:
+        """The last update is done: whatever was handed out beyond it is abandoned."""
+        for group_id in [*self.leases, *(ready.group.group_id for ready in self.ready), *(s.group_id for s in self.pending)]:
+            self.state.ended[group_id] = [Ending.ABANDONED, "the run was over"]
+        self.leases.clear()
+        self.ready.clear()
+        self.pending.clear()

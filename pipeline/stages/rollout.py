@@ -1,0 +1,199 @@
+"""Stage 1: one harness on one task in a sandbox, its calls captured, then stage 2 on what it left behind.
+
+Whatever a harness does wrong costs at most its own rollout. An infrastructure failure is tried again, and never scored 0.
+"""
+
+from __future__ import annotations
+
+import secrets
+import shutil
+import tempfile
+import time
+from collections import Counter
+from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from pipeline.capture.rows import rows
+from pipeline.capture.supervisor import ShardSupervisor
+from pipeline.config import HarnessConfig
+from pipeline.engine.server import SERVED_MODEL_NAME
+from pipeline.harness.base import get_harness
+from pipeline.records import GroupSpec, Outcome, PolicyVersion, RolloutRecord, Trace, Verdict
+from pipeline.sandbox.base import Sandbox, SandboxError, SandboxExit, SandboxSpec
+from pipeline.stages.verification import verify
+from pipeline.tasks.harbor import HarborTask, load_task, prepare_workspace
+
+INSIDE_PORT = 8000
+NO_VERSION = PolicyVersion(0, 0)
+
+
+@dataclass
+class Workshop:
+    """What rollouts share on one node."""
+
+    sandbox: Sandbox
+    supervisor: ShardSupervisor
+    harness: HarnessConfig
+    scratch: Path  # node-local
+    harness_home: Path
+    counters: Counter[str] = field(default_factory=Counter)
+    snapshots: Path | None = None  # keep each workspace here, so that verification can be done again
+
+    async def roll_out(self, spec: GroupSpec, index: int, timeout_s: float | None = None) -> RolloutRecord:
+        """Rollout ``index`` of a group: tried again after infrastructure failures, at most ``harness.retries`` times."""
+        task = load_task(spec.task.path)
+        for attempt in range(self.harness.retries + 1):
+            record = await self._try(spec, task, index, timeout_s or self.harness.timeout_s)
+            if record.outcome is not Outcome.INFRASTRUCTURE:
+                break
+            self.counters[f"infrastructure: {record.verdict.reason[:80]}"] += 1
+        self.counters[f"outcome: {record.outcome}"] += 1
+        return record
+
+    async def _try(self, spec: GroupSpec, task: HarborTask, index: int, timeout_s: float) -> RolloutRecord:
+        session = f"sk-yoke-{secrets.token_hex(12)}"
+        started = time.monotonic()
+        async with self._directory() as place:
+            try:
+                prepare_workspace(task, place / "workspace")
+                done = await self._run_harness(spec, task, session, place, timeout_s)
+                outcome, verdict = await self._judge(done, task, place)
+            except SandboxError as error:
+                done = _Done(Trace(session, ()), None)
+                outcome, verdict = Outcome.INFRASTRUCTURE, Verdict(None, None, 0, f"sandbox: {error}")
+            self._keep_snapshot(spec, index, place)
+        return _record(spec, index, session, done, outcome, verdict, time.monotonic() - started)
+
+    @asynccontextmanager
+    async def _directory(self) -> AsyncIterator[Path]:
+        place = Path(tempfile.mkdtemp(prefix="rollout-", dir=self.scratch))
+        (place / "workspace").mkdir()
+        try:
+            yield place
+        finally:
+            shutil.rmtree(place, ignore_errors=True)
+
+    async def _run_harness(self, spec: GroupSpec, task: HarborTask, session: str, place: Path, timeout_s: float) -> _Done:
+        recipe = get_harness(spec.harness)
+        launch = recipe.launch(
+            f"http://127.0.0.1:{INSIDE_PORT}", session, SERVED_MODEL_NAME, task.instruction, self.harness_home
+        )
+        process = await self.sandbox.launch(
+            SandboxSpec(
+                argv=launch.argv,
+                env=launch.env,
+                workspace=place / "workspace",
+                home_files=launch.home_files,
+                read_only=launch.read_only,
+                mounts=launch.mounts,
+                listen_port=INSIDE_PORT,
+                stdout=place / "output",
+                timeout_s=min(timeout_s, task.agent_timeout_s),
+            )
+        )
+        try:
+            assert process.listener is not None
+            await self.supervisor.open_session(session, self.harness.sampling, process.listener, SERVED_MODEL_NAME)
+            process.go()
+            exit_ = await process.wait()
+        except BaseException:
+            process.kill()
+            await process.wait()
+            raise
+        finally:
+            trace = await self.supervisor.close_session(session)
+        return _Done(trace, exit_, _tail(place / "output"))
+
+    async def _judge(self, done: _Done, task: HarborTask, place: Path) -> tuple[Outcome, Verdict]:
+        tool_calls = sum(call.tool_calls for call in done.trace.calls if call.delivered)
+        broken = done.infrastructure_failure()
+        if broken:
+            return Outcome.INFRASTRUCTURE, Verdict(None, None, tool_calls, broken)
+        verdict = await verify(task, place / "workspace", self.sandbox, place)
+        if verdict.correctness is None:
+            return Outcome.INFRASTRUCTURE, Verdict(None, None, tool_calls, verdict.reason)
+        outcome = done.outcome(verdict.correctness)
+        correctness = 0.0 if outcome in (Outcome.AGENT_TIMEOUT, Outcome.AGENT_CRASH) else verdict.correctness
+        return outcome, Verdict(None, correctness, tool_calls, verdict.reason)
+
+    def _keep_snapshot(self, spec: GroupSpec, index: int, place: Path) -> None:
+        if self.snapshots is not None:
+            target = self.snapshots / spec.group_id / str(index)
+            shutil.rmtree(target, ignore_errors=True)
+            shutil.copytree(place / "workspace", target, symlinks=True)
+
+
+@dataclass(frozen=True)
+class _Done:
+    """What a harness left: its trace, how it ended, the end of what it printed."""
+
+    trace: Trace
+    exit: SandboxExit | None
+    output: str = ""
+
+    def infrastructure_failure(self) -> str:
+        """Why this rollout must not be graded; empty when the harness itself is answerable for it."""
+        assert self.exit is not None
+        delivered = sum(call.delivered for call in self.trace.calls)
+        if self.trace.counters.get("upstream_failures", 0):
+            return "the engine did not answer"
+        if not delivered and not self.trace.counters.get("over_budget", 0):
+            return f"the harness got no answer (exit {self.exit.returncode}): {self.output[-200:]}"
+        return ""
+
+    def outcome(self, correctness: float) -> Outcome:
+        """The taxonomy's word, from the proxy's record first: exit codes lie."""
+        assert self.exit is not None
+        if self.exit.timed_out:
+            return Outcome.AGENT_TIMEOUT
+        if self.exit.killed:
+            return Outcome.AGENT_CRASH
+        if self.trace.counters.get("over_budget", 0):
+            return Outcome.CALL_BUDGET
+        return Outcome.SOLVED if correctness >= 1.0 else Outcome.UNSOLVED
+
+
+def _record(
+    spec: GroupSpec, index: int, session: str, done: _Done, outcome: Outcome, verdict: Verdict, wall_s: float
+) -> RolloutRecord:
+    calls = done.trace.calls
+    spans = [span.version for call in calls for span in call.versions]
+    return RolloutRecord(
+        rollout_id=session.removeprefix("sk-yoke-"),
+        group_id=spec.group_id,
+        index=index,
+        task_id=spec.task.task_id,
+        harness=spec.harness,
+        outcome=outcome,
+        verdict=verdict,
+        rows=rows(done.trace),
+        version=min(spans, default=NO_VERSION),
+        newest_version=max(spans, default=NO_VERSION),
+        calls=len(calls),
+        malformed=sum(call.malformed for call in calls),
+        undelivered=sum(not call.delivered for call in calls),
+        prompt_tokens=sum(len(call.prompt_ids) for call in calls),
+        sampled_tokens=sum(len(call.sampled_ids) for call in calls),
+        wall_s=wall_s,
+        info=_info(done),
+    )
+
+
+def _info(done: _Done) -> dict[str, Any]:
+    info: dict[str, Any] = dict(done.trace.counters)
+    info["cut"] = sum(call.finish_reason == "length" for call in done.trace.calls)
+    info["forks"] = max(0, sum(call.parent is None for call in done.trace.calls) - 1)
+    if done.exit is not None:
+        info |= {"returncode": done.exit.returncode, "peak_memory_mb": done.exit.peak_memory_mb}
+    return info
+
+
+def _tail(path: Path, size: int = 2000) -> str:
+    if not path.exists():
+        return ""
+    with path.open("rb") as file:
+        file.seek(max(0, path.stat().st_size - size))
+        return file.read().decode(errors="replace")
