@@ -1,0 +1,33 @@
+"""Claude Code with `--bare`: three tools (Bash, Edit, Read), a short prompt, Anthropic Messages. A native program."""
+
+from pipeline.harness.base import HarnessRecipe
+
+RECIPE = HarnessRecipe(
+    name="claude-code",
+    package="@anthropic-ai/claude-code",
+    version="2.1.332",
+    dialect="anthropic",
+    argv=(
+        "$prefix/node_modules/.bin/claude",
+        *("-p", "$prompt", "--bare", "--dangerously-skip-permissions", "--output-format", "stream-json", "--verbose"),
+    ),
+    env={
+        "TERM": "dumb",
+        "IS_SANDBOX": "1",
+        "ANTHROPIC_BASE_URL": "$base_url",
+        "ANTHROPIC_API_KEY": "$key",
+        "ANTHROPIC_MODEL": "$model",
+        "ANTHROPIC_DEFAULT_HAIKU_MODEL": "$model",
+        "ANTHROPIC_DEFAULT_SONNET_MODEL": "$model",
+        "ANTHROPIC_DEFAULT_OPUS_MODEL": "$model",
+        "CLAUDE_CODE_SUBAGENT_MODEL": "$model",
+        "DISABLE_PROMPT_CACHING": "1",  # else cache marks move, and no history extends the one before
+        "CLAUDE_CODE_ATTRIBUTION_HEADER": "0",
+        "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
+        "DISABLE_AUTOUPDATER": "1",
+        "DISABLE_TELEMETRY": "1",
+        "DISABLE_ERROR_REPORTING": "1",
+        "DISABLE_BUG_COMMAND": "1",
+    },
+    needs_node=False,
+)

@@ -1,0 +1,45 @@
+"""Pi: four tools (read, bash, edit, write), a short prompt, Chat Completions."""
+
+from pipeline.harness.base import HarnessRecipe
+
+RECIPE = HarnessRecipe(
+    name="pi",
+    package="@earendil-works/pi-coding-agent",
+    version="1.6.0",
+    dialect="chat",
+    argv=(
+        "$node",
+        "$prefix/node_modules/@earendil-works/pi-coding-agent/dist/bundle/cli.js",
+        *("-p", "$prompt", "--provider", "capture", "--model", "$model", "--mode", "json", "--no-session"),
+    ),
+    env={
+        "TERM": "dumb",
+        "PI_OFFLINE": "1",
+        "PI_SKIP_VERSION_CHECK": "1",
+        "PI_TELEMETRY": "0",
+        "NODE_COMPILE_CACHE": "$prefix/compile-cache",
+    },
+    home_files={
+        ".pi/agent/models.json": {
+            "providers": {
+                "capture": {
+                    "baseUrl": "$base_url/v1",
+                    "api": "openai-completions",
+                    "apiKey": "$key",
+                    "models": [
+                        {
+                            "id": "$model",
+                            "name": "$model",
+                            "reasoning": False,
+                            "input": ["text"],
+                            "contextWindow": 200000,
+                            "maxTokens": 8192,
+                            "cost": {"input": 0, "output": 0, "cacheRead": 0, "cacheWrite": 0},
+                        }
+                    ],
+                }
+            }
+        }
+    },
+    warm_up=True,
+)

