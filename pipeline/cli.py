@@ -53,8 +53,9 @@ def compose_config(overrides: Sequence[str]) -> Config:
 def _compose(overrides: Sequence[str]) -> DictConfig:
     ConfigStore.instance().store(name="schema", node=Config)
     OmegaConf.register_new_resolver("asset", lambda name: str(ASSETS / name), replace=True)
+    primary = "local" if (CONFIG_DIR / "local.yaml").exists() else "config"  # your site's settings, on top of config.yaml
     with initialize_config_dir(str(CONFIG_DIR), version_base="1.3"):
-        return compose("config", list(overrides))
+        return compose(primary, list(overrides))
 
 
 def _typed(composed: DictConfig) -> Config:

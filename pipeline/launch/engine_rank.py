@@ -14,7 +14,7 @@ from typing import Any
 from pipeline.capture.supervisor import ShardSupervisor
 from pipeline.config import Config
 from pipeline.engine.server import SERVED_MODEL_NAME, EngineServer
-from pipeline.harness.install import harness_home
+from pipeline.harness.base import DEFAULT_ROOT
 from pipeline.launch.coordinator import LONG_POLL_S, spec_from_json
 from pipeline.launch.rpc import RpcClient, RpcError, RpcServer
 from pipeline.launch.run_directory import Attempt
@@ -85,7 +85,7 @@ class EngineRank:
             supervisor=self.supervisor,
             harness=self.config.harness,
             scratch=self.scratch,
-            harness_home=harness_home(self.config.harness.home),
+            harness_home=Path(self.config.harness.home or DEFAULT_ROOT),
             snapshots=self.snapshots,
         )
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 from pipeline.config import Config, UserError
 from pipeline.engine.server import reserve_port
-from pipeline.harness.base import get_harness
-from pipeline.harness.install import harness_home, installed
+from pipeline.harness.base import DEFAULT_ROOT, get_harness
+from pipeline.harness.install import installed
 from pipeline.launch.data import load_split
 from pipeline.launch.run_directory import RunDirectory
 from pipeline.sandbox.base import make_sandbox
@@ -65,7 +65,7 @@ def _check_model(config: Config) -> None:
 def _check_harnesses(config: Config) -> None:
     if not config.mix.harnesses:
         raise UserError("mix.harnesses is empty: name at least one harness")
-    home = harness_home(config.harness.home)
+    home = Path(config.harness.home or DEFAULT_ROOT).expanduser()
     for name in config.mix.harnesses:
         recipe = get_harness(name)
         if not installed(name, home):

@@ -25,8 +25,7 @@ from pipeline.report.metrics import MetricsLog, evaluation_metrics, group_metric
 from pipeline.stages.evaluation import Cells, evaluation_specs
 from pipeline.stages.flow import FlowState, GroupFlow, ReadyGroup
 from pipeline.stages.schedule import Schedule
-from pipeline.training.checkpoint import latest_checkpoint
-from pipeline.training.trainer import Trainer
+from pipeline.stages.update import open_trainer
 
 log = logging.getLogger("yoke.trainer")
 
@@ -41,9 +40,7 @@ class TrainerRank:
     def __init__(self, config: Config, attempt: Attempt) -> None:
         self.config, self.attempt, self.run = config, attempt, attempt.run
         self.train_tasks, self.test_tasks = load_splits(config, self.run)
-        self.trainer = Trainer(
-            config.model.path, config.training, config.algorithm, config.seed, config.algorithm.updates
-        )
+        self.trainer = open_trainer(config)
         self.state = self._load_state()
         flow_state = FlowState.from_json(self.state["flow"])
         schedule = Schedule(self.train_tasks, config.mix.harnesses, config.algorithm.group_size, config.seed)
@@ -55,11 +52,8 @@ class TrainerRank:
         self.metrics = MetricsLog(self.run.root, config.logging, asdict(config))
 
     def _load_state(self) -> dict[str, Any]:
-        checkpoint = latest_checkpoint(self.run.checkpoints)
-        if checkpoint is None:
-            return {"flow": FlowState().to_json(), "wall_s": {}, "rollouts": 0}
-        log.info("resuming from %s", checkpoint)
-        return self.trainer.load(checkpoint)
+        state = self.trainer.load(self.run.checkpoints)
+        return state or {"flow": FlowState().to_json(), "wall_s": {}, "rollouts": 0}
 
     # --- the run
 
@@ -130,6 +124,7 @@ class TrainerRank:
         started = time.monotonic()
         groups = [ready.group for ready in batch]
         metrics = group_metrics(groups, self.flow.version) if groups else {}
+        self.trainer.policy_version = self.flow.version
         metrics |= self.trainer.update(groups)
         stepped = time.monotonic()
         self.attempt.check_fence()
@@ -252,7 +247,7 @@ class TrainerRank:
         """Write a checkpoint, unless a newer attempt has taken the run over."""
         self.attempt.check_fence()
         self.state |= {"flow": self.flow.state.to_json(), "attempt": self.attempt.number}
-        self.trainer.save(self.run.checkpoints / f"update-{self.flow.state.update:06d}", self.state)
+        self.trainer.save(self.run.checkpoints, self.state)
         self.save_requested.clear()
 
     def _finish(self) -> None:
