@@ -47,20 +47,19 @@ def _draw_learning(axes: Axes, metrics: Sequence[Entry], results: Mapping[str, A
     if results is not None:
         _held_out(axes, results)
     axes.set_ylim(bottom=0.0)
-    axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
-    axes.set_ylabel("pass rate and reward")
-    _finish(axes)
+    axes.set_ylabel("pass rate, reward")
+    _finish(axes, axes.get_legend_handles_labels()[0])
 
 
 def _draw_conduct(axes: Axes, metrics: Sequence[Entry]) -> None:
     _curve(axes, metrics, "tool_calls", GREEN, "tool calls a rollout")
     axes.set_ylim(bottom=0.0)
-    axes.set_ylabel("tool calls")
+    axes.set_ylabel("tool calls", color=GREEN)
     right = axes.twinx()
     _curve(right, metrics, "malformed_rate", RED, "malformed calls")
     right.set_ylim(0.0, max(0.1, 1.25 * max(_column(metrics, "malformed_rate")[1], default=0.0)))
     right.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
-    right.set_ylabel("malformed calls")
+    right.set_ylabel("malformed calls", color=RED)
     right.spines[["top", "left"]].set_visible(False)
     handles = [*axes.get_legend_handles_labels()[0], *right.get_legend_handles_labels()[0]]
     _finish(axes, handles)
@@ -89,11 +88,12 @@ def _held_out(axes: Axes, results: Mapping[str, Any]) -> None:
         rate, (lo, hi) = side["pass@1"], side["interval"]
         error = [[rate - lo], [hi - rate]]
         axes.errorbar(x, rate, error, color=INK, fmt="D", markersize=6, capsize=4, zorder=5, label=label)
+        axes.annotate(f"{rate:.2f}", (x, hi), (0, 5), textcoords="offset points", ha="center", weight="bold", color=INK)
         label = "_"
 
 
-def _finish(axes: Axes, handles: list[Any] | None = None) -> None:
+def _finish(axes: Axes, handles: list[Any]) -> None:
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(axis="y", color=GREY, alpha=0.2, linewidth=0.6)
-    options = {} if handles is None else {"handles": handles}
-    axes.legend(frameon=False, fontsize=8.5, loc="best", **options)
+    if handles:
+        axes.legend(handles=handles, frameon=False, fontsize=8.5, loc="best")

@@ -1,0 +1,137 @@
+"""Metrics by hand computation; metrics.jsonl across restarts; W&B offline, resumed, and broken."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from pipeline.config import LoggingConfig
+from pipeline.records import PolicyVersion, RolloutRecord, TrainGroup
+from pipeline.report.metrics import MetricsLog, evaluation_metrics, group_metrics, read_metrics, rollout_metrics
+
+Make = Callable[..., RolloutRecord]
+SILENT = LoggingConfig(wandb="disabled")
+
+
+def test_rollout_metrics_by_hand(rollout: Make) -> None:
+    records = [
+        rollout("a", "pi", True, group="g1", reward=1.1, tool_calls=1, calls=4, malformed=1),
+        rollout("a", "pi", False, group="g1", reward=0.0, tool_calls=3, calls=4),
+        rollout("b", "codex", True, group="g2", reward=1.0, calls=2),
+        rollout("b", "codex", True, group="g2", reward=1.0, calls=2),
+        rollout("b", "codex", None, group="g2", calls=50, malformed=50, tool_calls=99),
+    ]
+    values = rollout_metrics(records)
+    assert values["reward"] == pytest.approx(3.1 / 4)
+    assert values["reward_std"] == pytest.approx((0.55 + 0.0) / 2)
+    assert values["frac_reward_zero_std"] == 0.5
+    assert values["pass_rate"] == 0.75
+    assert values["ungraded_rate"] == pytest.approx(0.2)
+    assert values["malformed_rate"] == pytest.approx(1 / 12)
+    assert (values["pi/reward"], values["pi/pass_rate"], values["pi/tool_calls"]) == (pytest.approx(0.55), 0.5, 2.0)
+    assert values["pi/malformed_rate"] == pytest.approx(1 / 8)
+    assert (values["codex/pass_rate"], values["codex/tool_calls"], values["codex/malformed_rate"]) == (1.0, 1.0, 0.0)
+
+
+def test_nothing_graded_gives_no_rates(rollout: Make) -> None:
+    values = rollout_metrics([rollout(passed=None)])
+    assert values == {"ungraded_rate": 1.0}
+    assert rollout_metrics([]) == {}
+
+
+def test_partial_credit_is_no_pass(rollout: Make) -> None:
+    record = rollout(passed=True)
+    half = record.__class__(**{**vars(record), "verdict": record.verdict.__class__(0.5, 0.5, 1)})
+    assert rollout_metrics([half])["pass_rate"] == 0.0
+
+
+def test_group_metrics_by_hand(rollout: Make) -> None:
+    pi = TrainGroup("g1", "pi", (rollout(rows=(5, 5), version=3), rollout(rows=(10,), version=5)), (0.5, -0.5))
+    codex = TrainGroup("g2", "codex", (rollout(harness="codex", rows=(60, 10, 10), version=4),), (0.0,))
+    values = group_metrics([pi, codex], PolicyVersion(1, 5))
+    assert values["sample/staleness_mean"] == pytest.approx(1.0)
+    assert values["sample/staleness_max"] == 2.0
+    assert values["batch/groups_per_step"] == 2
+    assert values["batch/samples_per_step"] == 6
+    assert values["batch/rollouts_per_step"] == 3
+    assert values["batch/trained_tokens_per_step"] == 100
+    assert values["pi/rollout_share"] == pytest.approx(2 / 3)
+    assert (values["pi/row_share"], values["pi/token_share"]) == (0.5, 0.2)
+    assert (values["codex/rows_per_rollout"], values["pi/rows_per_rollout"]) == (3.0, 1.5)
+
+
+def test_evaluation_metrics_by_hand(rollout: Make) -> None:
+    records = [rollout("a"), rollout("b", passed=False), rollout("c", "codex"), rollout("d", passed=None)]
+    values = evaluation_metrics(records, planned=6)
+    assert values["eval/pass@1"] == pytest.approx(2 / 3)
+    assert (values["eval/pi/pass@1"], values["eval/codex/pass@1"]) == (0.5, 1.0)
+    assert values["eval/coverage"] == 0.5
+
+
+def test_a_restarted_run_overwrites_what_it_repeats(tmp_path: Path) -> None:
+    with MetricsLog(tmp_path, SILENT) as metrics:
+        metrics.log(0, {"eval/pass@1": 0.3})
+        metrics.log(1, {"reward": 0.1})
+        metrics.log(2, {"reward": 0.2, "kl": float("nan")})
+    with open(tmp_path / "metrics.jsonl", "a") as file:
+        file.write('{"update": 3, "rew')
+    with MetricsLog(tmp_path, SILENT) as metrics:
+        metrics.log(2, {"reward": 0.25})
+        metrics.log(2, {"eval/pass@1": 0.6})
+    entries = [{name: value for name, value in entry.items() if name != "time"} for entry in read_metrics(tmp_path)]
+    assert entries == [
+        {"update": 0, "eval/pass@1": 0.3},
+        {"update": 1, "reward": 0.1},
+        {"update": 2, "reward": 0.25, "eval/pass@1": 0.6},
+    ]
+
+
+@pytest.mark.slow
+def test_wandb_runs_offline_and_keeps_its_id_after_a_restart(tmp_path: Path) -> None:
+    for update in (1, 2):
+        with MetricsLog(tmp_path, LoggingConfig(wandb="offline"), {"seed": 3}) as metrics:
+            metrics.log(update, {"reward": 0.5})
+            metrics.summary({"pass@1": 0.6})
+    identity = (tmp_path / "wandb_id").read_text().strip()
+    offline = list((tmp_path / "wandb").glob(f"offline-run-*-{identity}/run-{identity}.wandb"))
+    assert len(offline) == 2
+    stored = b"".join(path.read_bytes() for path in offline)
+    assert b"reward" in stored and b"seed" in stored
+    assert [entry["update"] for entry in read_metrics(tmp_path)] == [1, 2]
+
+
+class BrokenRun:
+    def log(self, values: dict[str, float]) -> None:
+        raise OSError("no space left")
+
+    def finish(self) -> None:
+        raise AssertionError("a dropped mirror is not finished")
+
+
+def test_a_failure_of_wandb_is_told_once_and_stops_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("pipeline.report.metrics._open_wandb", lambda *_: BrokenRun())
+    with caplog.at_level(logging.WARNING), MetricsLog(tmp_path, LoggingConfig()) as metrics:
+        for update in range(3):
+            metrics.log(update, {"reward": 1.0})
+    assert [record.getMessage() for record in caplog.records if "no space left" in record.getMessage()] != []
+    assert len(caplog.records) == 1
+    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 3
+
+
+def test_wandb_that_cannot_start_is_told_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(*_: object) -> None:
+        raise RuntimeError("wandb is broken")
+
+    monkeypatch.setattr("pipeline.report.metrics._open_wandb", refuse)
+    with caplog.at_level(logging.WARNING), MetricsLog(tmp_path, LoggingConfig()) as metrics:
+        metrics.log(1, {"reward": 1.0})
+    assert len(caplog.records) == 1
+    assert json.loads((tmp_path / "metrics.jsonl").read_text())["reward"] == 1.0

@@ -1,0 +1,133 @@
+"""results.json against hand computation, and the table that is made of it."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Callable
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from pipeline.records import RolloutRecord
+from pipeline.report.results import Meta, build_results, write_results
+from pipeline.report.statistics import wilson
+from pipeline.report.table import markdown_table, print_results
+
+Make = Callable[..., RolloutRecord]
+
+
+def evaluation(rollout: Make, passes: dict[str, list[bool]], **fields: Any) -> list[RolloutRecord]:
+    """``passes[harness]``: the outcomes of tasks t0, t0, t1, t1, … (two rollouts a task)."""
+    return [
+        rollout(f"t{place // 2}", harness, passed, index=place % 2, **fields)
+        for harness, outcomes in passes.items()
+        for place, passed in enumerate(outcomes)
+    ]
+
+
+METRICS = [
+    {"update": 0, "eval/pass@1": 0.25},
+    {"update": 1, "sample/staleness_max": 1.0, "perf/weight_sync_s": 0.1},
+    {"update": 2, "sample/staleness_max": 2.0, "perf/weight_sync_s": 0.3},
+]
+
+
+def meta(planned: int = 8) -> Meta:
+    return {
+        "seed": 7,
+        "rollouts": 96,
+        "wall_s": {"evaluation before": 60.0, "training": 120.0},
+        "harness_versions": {"pi": "1.6.0"},
+        "planned": planned,
+    }
+
+
+@pytest.fixture
+def results(rollout: Make) -> dict[str, Any]:
+    before = evaluation(
+        rollout,
+        {"pi": [False, False, True, False], "codex": [True, False, False, False]},
+        tool_calls=4,
+        calls=5,
+        malformed=1,
+    )
+    after = evaluation(
+        rollout, {"pi": [True, True, True, False], "codex": [True, True, False, False]}, tool_calls=2, calls=4
+    )
+    return build_results(before, after, METRICS, meta())
+
+
+def test_every_promised_figure_is_there_and_right(results: dict[str, Any]) -> None:
+    before, after = results["before"], results["after"]
+    assert (before["pass@1"], before["n"], before["interval"]) == (0.25, 8, list(wilson(2, 8)))
+    assert (before["tool_calls"], before["malformed_rate"], before["coverage"]) == (4.0, pytest.approx(0.2), 1.0)
+    assert (after["pass@1"], after["tool_calls"], after["malformed_rate"]) == (0.625, 2.0, 0.0)
+    assert {name: part["pass@1"] for name, part in after["harnesses"].items()} == {"codex": 0.5, "pi": 0.75}
+    assert before["harnesses"]["pi"]["interval"] == list(wilson(1, 4))
+    assert (results["updates"], results["rollouts"], results["seed"]) == (2, 96, 7)
+    assert (results["sync_s"], results["sync_max_s"], results["max_staleness"]) == (pytest.approx(0.2), 0.3, 2.0)
+    assert results["wall_s"] == {"evaluation before": 60.0, "training": 120.0, "total": 180.0}
+    assert results["provisional"] is False
+
+
+def test_the_difference_is_paired_by_task_and_harness(results: dict[str, Any]) -> None:
+    change = results["difference"]
+    assert change["pass@1"] == pytest.approx(0.375)
+    assert change["pairs"] == 4
+    # By task: t0 rises 1.0 in pi and 0.5 in codex, t1 by 0 in both: resampled means are 0, 0.375 or 0.75.
+    assert change["interval"] == pytest.approx([0.0, 0.75])
+    # Lost: none. Won: pi t0 twice, codex t0 once.
+    assert change["mcnemar_p"] == pytest.approx(2 * 0.5**3)
+    assert change["harnesses"]["pi"]["pass@1"] == pytest.approx(0.5)
+    assert change["sentence"] == "+37.5 points, 95% interval 0.0 to 75.0, n = 4 pairs"
+
+
+def test_versions_and_commit_are_those_of_this_installation(results: dict[str, Any]) -> None:
+    assert results["versions"]["torch"] == metadata.version("torch")
+    assert results["versions"]["deepspeed"] == metadata.version("deepspeed")
+    assert results["versions"]["vllm"]
+    assert results["versions"]["harness"] == {"pi": "1.6.0"}
+    commit = results["git_commit"]
+    assert commit is None or len(commit.removesuffix("+dirty")) == 40
+
+
+def test_missing_rollouts_make_it_provisional(rollout: Make) -> None:
+    side = evaluation(rollout, {"pi": [True, False]})
+    ungraded = [*side, rollout("t9", passed=None)]
+    results = build_results(side, ungraded, METRICS, meta(planned=3))
+    assert results["provisional"] is True
+    assert results["after"]["coverage"] == pytest.approx(2 / 3)
+    assert (results["after"]["n"], results["after"]["ungraded"]) == (2, 1)
+    assert "Provisional" in markdown_table(results)
+
+
+def test_an_evaluation_that_did_not_run_is_null(rollout: Make, tmp_path: Path) -> None:
+    results = build_results([], evaluation(rollout, {"pi": [True, False]}), [], meta(planned=2))
+    write_results(tmp_path / "report" / "results.json", results)
+    read = json.loads((tmp_path / "report" / "results.json").read_text())
+    assert read["before"] is None and read["difference"] is None
+    assert (read["updates"], read["sync_s"], read["max_staleness"]) == (0, None, None)
+    text = markdown_table(read)
+    assert "not measured" in text and "| pi | – | 50.0%" in text
+
+
+def test_the_table_shows_each_harness_and_all(results: dict[str, Any]) -> None:
+    lines = markdown_table(json.loads(json.dumps(results))).splitlines()
+    assert lines[2].startswith("| codex | 25.0% (5 to 70, n = 4) | 50.0% (15 to 85, n = 4) | +25.0 (")
+    assert lines[3].startswith("| pi |")
+    rates = "| all | 25.0% (7 to 59, n = 8) | 62.5% (31 to 86, n = 8) |"
+    assert lines[4] == f"{rates} +37.5 (+0.0 to +75.0) | 4.00 → 2.00 | 20.0% → 0.0% |"
+    assert lines[6] == "Held-out pass@1: +37.5 points, 95% interval 0.0 to 75.0, n = 4 pairs."
+
+
+def test_the_terminal_shows_the_same_cells_on_120_columns(results: dict[str, Any]) -> None:
+    stream = io.StringIO()
+    print_results(results, Console(file=stream, width=120))
+    shown = stream.getvalue()
+    for cell in ("62.5% (31 to 86, n = 8)", "+37.5 (+0.0 to +75.0)", "20.0% → 0.0%", "2 updates", "3.0 minutes"):
+        assert cell in shown
+    assert max(map(len, shown.splitlines())) <= 120
