@@ -1,4 +1,7 @@
-"""`yoke JOB [key=value …]`: composes the configuration with Hydra and runs one job. A wrong setting ends here: one line, exit code 2."""
+"""`yoke JOB [key=value …]`: composes the configuration with Hydra and runs one job.
+
+A wrong setting ends here: one line, exit code 2.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +46,10 @@ JOBS: dict[str, Job] = {
 
 
 def compose_config(overrides: Sequence[str]) -> Config:
-    """The typed configuration behind ``overrides``. Raises UserError for an unknown key, a wrong type or a missing value."""
+    """The typed configuration behind ``overrides``.
+
+    Raises UserError for an unknown key, a wrong type or a missing value.
+    """
     try:
         return _typed(_compose(overrides))
     except (HydraException, OmegaConfBaseException) as error:
@@ -53,7 +59,9 @@ def compose_config(overrides: Sequence[str]) -> Config:
 def _compose(overrides: Sequence[str]) -> DictConfig:
     ConfigStore.instance().store(name="schema", node=Config)
     OmegaConf.register_new_resolver("asset", lambda name: str(ASSETS / name), replace=True)
-    primary = "local" if (CONFIG_DIR / "local.yaml").exists() else "config"  # your site's settings, on top of config.yaml
+    primary = (
+        "local" if (CONFIG_DIR / "local.yaml").exists() else "config"
+    )  # your site's settings, on top of config.yaml
     with initialize_config_dir(str(CONFIG_DIR), version_base="1.3"):
         return compose(primary, list(overrides))
 

@@ -1,4 +1,7 @@
-"""The coordinator, on node 0: hands groups to engine ranks, takes them back closed, and feeds the trainer. One lock, no polling."""
+"""The coordinator, on node 0: hands groups to engine ranks, takes them back closed, and feeds the trainer.
+
+One lock, no polling.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +45,10 @@ class Progress:
 
 
 class Coordinator:
-    """Everything that ranks ask for by RPC. Methods named in `methods` run on server threads; the rest on the trainer's."""
+    """Everything that ranks ask for by RPC.
+
+    Methods named in `methods` run on server threads; the rest on the trainer's.
+    """
 
     def __init__(self, config: Config, attempt: Attempt, flow: GroupFlow | None) -> None:
         self.config, self.attempt, self.flow = config, attempt, flow

@@ -1,4 +1,6 @@
-"""The tasks of a run: generated into its directory, or read where the user keeps them; checked before anything is spent."""
+"""The tasks of a run: generated into its directory, or read where the user keeps them; checked before anything is
+spent.
+"""
 
 from __future__ import annotations
 
@@ -13,11 +15,16 @@ from pipeline.tasks.harbor import HarborTask, load_tasks
 
 def load_splits(config: Config, run: RunDirectory) -> tuple[list[TaskRef], list[TaskRef]]:
     """(training tasks, held-out tasks)."""
-    return [task.ref for task in load_split(config, run, "train")], [task.ref for task in load_split(config, run, "test")]
+    return [task.ref for task in load_split(config, run, "train")], [
+        task.ref for task in load_split(config, run, "test")
+    ]
 
 
 def load_split(config: Config, run: RunDirectory, split: str) -> list[HarborTask]:
-    """The tasks of ``train`` or ``test``. Raises UserError for a directory that is missing, empty or not in Harbor's format."""
+    """The tasks of ``train`` or ``test``.
+
+    Raises UserError for a directory that is missing, empty or not in Harbor's format.
+    """
     size = config.tasks.train_size if split == "train" else config.tasks.test_size
     if config.tasks.kind == "generated":
         place = generate_tasks(run.root / "tasks", split, size, config.tasks.seed)

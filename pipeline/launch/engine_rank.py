@@ -1,4 +1,7 @@
-"""Local rank 1: vLLM, the proxy's shards, rollouts and verification. It leases groups from the coordinator and returns them closed."""
+"""Local rank 1: vLLM, the proxy's shards, rollouts and verification.
+
+It leases groups from the coordinator and returns them closed.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +42,9 @@ class EngineRank:
         self.snapshots = snapshots
         self.scratch = Path(tempfile.mkdtemp(prefix="yoke-"))
         self.server = EngineServer(config.engine, config.model, attempt.logs / f"vllm-{self.name}.log", self.scratch)
-        self.supervisor = ShardSupervisor(self.server.url, config.engine.shards, self.scratch / "journal", SERVED_MODEL_NAME)
+        self.supervisor = ShardSupervisor(
+            self.server.url, config.engine.shards, self.scratch / "journal", SERVED_MODEL_NAME
+        )
         self.slots = asyncio.Semaphore(config.concurrency)
         self.groups: set[asyncio.Task[None]] = set()
         self.queued = 0
@@ -206,7 +211,11 @@ class EngineRank:
             for path in (self._rollout_file(earlier, spec, index), earlier.groups / f"{spec.group_id}.parquet"):
                 if number < self.attempt.number and path.exists():
                     record = next((r for r in read_group(path) if r.index == index), None)
-                    if record and work["keep_from"] <= record.version.n and record.newest_version.n <= work["resumed_from"]:
+                    if (
+                        record
+                        and work["keep_from"] <= record.version.n
+                        and record.newest_version.n <= work["resumed_from"]
+                    ):
                         return record
         return None
 

@@ -107,7 +107,9 @@ def advantage(config: Config) -> int:
     """Rewards and advantages of the groups of `yoke verify`, or else of every closed group of the run."""
     run = _open(config)
     reward = advantage_stage.load_reward(config.reward.fn, config.reward.malformed_is_call)
-    sources = _groups(run, "verification", optional=True) or _groups(run, "rollout", optional=True) or _closed_groups(run)
+    sources = (
+        _groups(run, "verification", optional=True) or _groups(run, "rollout", optional=True) or _closed_groups(run)
+    )
     if not sources:
         raise UserError(f"{run.root} holds no closed group: `yoke rollout` or `yoke train` comes first")
     for path in sources:
@@ -127,7 +129,11 @@ def update(config: Config) -> int:
     groups = [
         group
         for path in _groups(run, "advantage")
-        if (group := advantage_stage.to_train_group(read_group(path), config.algorithm.group_size, config.algorithm.normalize_std))
+        if (
+            group := advantage_stage.to_train_group(
+                read_group(path), config.algorithm.group_size, config.algorithm.normalize_std
+            )
+        )
     ]
     if not groups:
         raise UserError(f"no group in {_stage(run, 'advantage')} has contrast: there is nothing to learn from")
@@ -196,7 +202,9 @@ def _newest_weights(config: Config, run: RunDirectory) -> tuple[str, Path]:
     return export_newest(config, run.checkpoints, run.root / "models")
 
 
-def _work_through(config: Config, run: RunDirectory, model_dir: Path, cells: Cells, snapshots: Path | None = None) -> None:
+def _work_through(
+    config: Config, run: RunDirectory, model_dir: Path, cells: Cells, snapshots: Path | None = None
+) -> None:
     from pipeline.launch.standalone import work_through
 
     if cells.done:
@@ -211,7 +219,10 @@ def _tell_evaluation(label: str, cells: Cells) -> int:
     say(f"evaluation {label}: pass@1 {solved / max(1, len(records)):.1%} of {coverage.graded} graded rollouts")
     if coverage.complete:
         return 0
-    say(f"provisional: only {coverage.graded} of {coverage.planned} rollouts are graded; the same command tries the rest again")
+    say(
+        f"provisional: only {coverage.graded} of {coverage.planned} rollouts are graded; "
+        "the same command tries the rest again"
+    )
     return INCOMPLETE
 
 

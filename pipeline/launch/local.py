@@ -5,11 +5,9 @@ from __future__ import annotations
 import os
 import shutil
 import signal
-
 import time
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import submitit
 
@@ -28,18 +26,21 @@ class RunFailed(RuntimeError):
 
 
 def follow(config: Config, run: RunDirectory) -> Attempt:
-    """Bring the run to its end: join a living attempt, else start one; start again after a crash. Returns the last attempt.
+    """Bring the run to its end: join a living attempt, else start one; start again after a crash. Returns the last
+    attempt.
 
     Raises RunFailed after ``cluster.max_attempts`` starts by this command.
     """
     with Progress(config.algorithm.updates, config.logging.progress) as progress:
-        for start in range(config.cluster.max_attempts):
+        for _ in range(config.cluster.max_attempts):
             attempt, pid = _living(run) or _submit(config, run)
             progress.event({"event": "attempt", "attempt": attempt.number, "logs": str(attempt.logs)})
             _watch(attempt, pid, progress)
             if attempt.read("done") is not None:
                 return attempt
-            progress.event({"event": "error", "message": f"attempt {attempt.number} ended early: {_last_words(attempt)}"})
+            progress.event(
+                {"event": "error", "message": f"attempt {attempt.number} ended early: {_last_words(attempt)}"}
+            )
         raise RunFailed(f"{run.root} is not done after {config.cluster.max_attempts} attempts; logs: {attempt.logs}")
 
 
@@ -69,7 +70,9 @@ def _living(run: RunDirectory) -> tuple[Attempt, int] | None:
 
 
 def _start_time(pid: int) -> int | None:
-    """Clock ticks at which ``pid`` started, so that a reused pid is not taken for it; None when it is gone or a zombie."""
+    """Clock ticks at which ``pid`` started, so that a reused pid is not taken for it; None when it is gone or a
+    zombie.
+    """
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
@@ -130,5 +133,3 @@ def start_over(run: RunDirectory) -> None:
     if any(run.root.iterdir()) and not run.config.exists():
         raise UserError(f"{run.root} holds other things than a run: delete it yourself or give another run_dir=…")
     shutil.rmtree(run.root)
-
-

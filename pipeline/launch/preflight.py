@@ -31,7 +31,9 @@ def check_settings(config: Config) -> None:
 def _check_numbers(config: Config) -> None:
     algorithm = config.algorithm
     if algorithm.group_size < 2:
-        raise UserError(f"algorithm.group_size={algorithm.group_size}: a group needs at least 2 rollouts to be compared")
+        raise UserError(
+            f"algorithm.group_size={algorithm.group_size}: a group needs at least 2 rollouts to be compared"
+        )
     if algorithm.group_size > algorithm.max_outstanding_rollouts:
         raise UserError(
             f"algorithm.group_size={algorithm.group_size} is larger than "

@@ -1,4 +1,6 @@
-"""The one program of a run, the same on this machine and on Slurm: local rank 0 trains, local rank 1 serves and rolls out."""
+"""The one program of a run, the same on this machine and on Slurm: local rank 0 trains, local rank 1 serves and
+rolls out.
+"""
 
 from __future__ import annotations
 
@@ -16,14 +18,19 @@ from pipeline.launch.run_directory import RunDirectory
 
 
 class YokeProgram(submitit.helpers.Checkpointable):
-    """What submitit starts on every rank. Holds plain data only; where to go on is read from the run directory at start."""
+    """What submitit starts on every rank.
+
+    Holds plain data only; where to go on is read from the run directory at start.
+    """
 
     def __init__(self, config: dict[str, Any], run_dir: str, attempt: int) -> None:
         self.config, self.run_dir, self.attempt = config, run_dir, attempt
 
     def __call__(self) -> None:
         environment = submitit.JobEnvironment()
-        logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s", stream=sys.stderr)
+        logging.basicConfig(
+            level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s", stream=sys.stderr
+        )
         logging.getLogger("httpx").setLevel(logging.WARNING)
         config = to_config(self.config)
         attempt = _run(self.run_dir).attempt(self.attempt)

@@ -1,4 +1,6 @@
-"""The end of a run: results.json, the table, the learning curve; made from the run directory alone, so it can be done again."""
+"""The end of a run: results.json, the table, the learning curve; made from the run directory alone, so it can be
+done again.
+"""
 
 from __future__ import annotations
 
@@ -58,5 +60,7 @@ def _gates(path: Path) -> dict[str, Any]:
 
 
 def _planned(config: Config, run: RunDirectory) -> int:
-    tasks = len(list(run.tasks("test").glob("*/task.toml"))) if config.tasks.kind == "generated" else config.tasks.test_size
+    tasks = (
+        len(list(run.tasks("test").glob("*/task.toml"))) if config.tasks.kind == "generated" else config.tasks.test_size
+    )
     return tasks * len(config.mix.harnesses) * config.evaluation.rollouts_per_task

@@ -1,4 +1,7 @@
-"""JSON calls between the ranks of a run, over HTTP with a token: one server thread, one client. Live records travel here, not by files."""
+"""JSON calls between the ranks of a run, over HTTP with a token: one server thread, one client.
+
+Live records travel here, not by files.
+"""
 
 from __future__ import annotations
 
@@ -72,7 +75,9 @@ class RpcClient:
         try:
             answer = self._client.post(f"/{method}", json=arguments, timeout=timeout_s)
         except httpx.HTTPError as error:
-            raise RpcError(f"no answer to {method} from {self._client.base_url} within {timeout_s:g} s: {error!r}") from error
+            raise RpcError(
+                f"no answer to {method} from {self._client.base_url} within {timeout_s:g} s: {error!r}"
+            ) from error
         if answer.status_code != 200:
             raise RpcError(f"{method}: {answer.json().get('error', answer.text)}")
         return answer.json()

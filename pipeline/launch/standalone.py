@@ -20,7 +20,9 @@ from pipeline.stages.evaluation import Cells
 CELL_S = 600.0
 
 
-def work_through(config: Config, attempt: Attempt, model_dir: Path, cells: Cells, snapshots: Path | None = None) -> None:
+def work_through(
+    config: Config, attempt: Attempt, model_dir: Path, cells: Cells, snapshots: Path | None = None
+) -> None:
     """Roll out and verify every cell with the weights in ``model_dir``. ``snapshots``: keep the workspaces there.
 
     Raises what made the engine rank end, or TimeoutError.
@@ -30,7 +32,9 @@ def work_through(config: Config, attempt: Attempt, model_dir: Path, cells: Cells
     server = RpcServer(coordinator.methods, token)
     attempt.publish("coordinator", {"url": server.url, "token": token})
     failures: list[BaseException] = []
-    driver = threading.Thread(target=_drive, args=(coordinator, cells, token, PolicyVersion(attempt.number, 0), failures))
+    driver = threading.Thread(
+        target=_drive, args=(coordinator, cells, token, PolicyVersion(attempt.number, 0), failures)
+    )
     driver.start()
     try:
         config = replace(config, model=replace(config.model, path=str(model_dir)))
@@ -43,7 +47,9 @@ def work_through(config: Config, attempt: Attempt, model_dir: Path, cells: Cells
         raise failures[0]
 
 
-def _drive(coordinator: Coordinator, cells: Cells, token: str, version: PolicyVersion, failures: list[BaseException]) -> None:
+def _drive(
+    coordinator: Coordinator, cells: Cells, token: str, version: PolicyVersion, failures: list[BaseException]
+) -> None:
     try:
         coordinator.evaluate(cells)
         deadline = time.monotonic() + CELL_S + CELL_S * cells.counts()["total"]

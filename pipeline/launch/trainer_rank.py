@@ -158,7 +158,10 @@ class TrainerRank:
         self._sync_engines()
 
     def _sync_engines(self) -> SyncTimings | None:
-        """Push the current weights into every engine that lacks them. Returns the last push's timings, None when none was made."""
+        """Push the current weights into every engine that lacks them.
+
+        Returns the last push's timings, None when none was made.
+        """
         timings = None
         for engine in self.coordinator.unsynced(str(self.flow.version)):
             try:

@@ -1,6 +1,7 @@
 """Stage 5: held-out tasks × harnesses. The first graded result of a cell stands; only ungraded cells are tried again.
 
-A cell is ``rollouts_per_task`` rollouts of one (task, harness), kept as one Parquet file under ``evaluation/<label>/``, so an
+A cell is ``rollouts_per_task`` rollouts of one (task, harness), kept as one Parquet file under
+``evaluation/<label>/``, so an
 interrupted evaluation goes on where it was.
 """
 
@@ -41,12 +42,16 @@ class _Cell:
 
 
 def evaluation_specs(tasks: Sequence[TaskRef], harnesses: Sequence[str], size: int) -> list[GroupSpec]:
-    """One cell of ``size`` rollouts for each (task, harness); harnesses alternate, so that an early look is balanced."""
+    """One cell of ``size`` rollouts for each (task, harness); harnesses alternate, so that an early look is
+    balanced.
+    """
     return [GroupSpec(f"{harness}--{task.task_id}", task, harness, 0, size) for task in tasks for harness in harnesses]
 
 
 class Cells:
-    """Groups outside training, leased to engine ranks until each rollout is graded or the tries of its cell are used up."""
+    """Groups outside training, leased to engine ranks until each rollout is graded or the tries of its cell are used
+    up.
+    """
 
     def __init__(self, directory: Path, specs: Sequence[GroupSpec], retries: int) -> None:
         """One Parquet file a cell under ``directory``; what lies there already is kept."""

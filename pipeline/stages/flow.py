@@ -1,4 +1,7 @@
-"""Group flow control: leases, credits, staleness, refill, and the one way in which every scheduled group ends. No IO, no clock of its own."""
+"""Group flow control: leases, credits, staleness, refill, and the one way in which every scheduled group ends.
+
+No IO, no clock of its own.
+"""
 
 from __future__ import annotations
 
@@ -84,7 +87,9 @@ class GroupFlow:
         return sum(lease.spec.size for lease in self.leases.values()) + sum(ready.size for ready in self.ready)
 
     def lease(self, engine: str) -> Lease | None:
-        """The next group for ``engine``, or None while no credit is left or the remaining updates need no more groups."""
+        """The next group for ``engine``, or None while no credit is left or the remaining updates need no more
+        groups.
+        """
         algorithm = self.algorithm
         wanted = (algorithm.updates - self.state.update) * algorithm.groups_per_update
         if len(self.leases) + len(self.ready) >= wanted:
@@ -132,7 +137,10 @@ class GroupFlow:
         self.state.ended[group_id] = [Ending.SKIPPED, reason]
 
     def fail(self, group_id: str, reason: str) -> bool:
-        """Too few graded rollouts: roll again, or abandon after ``max_rerolls``. Returns True when it will be rolled again."""
+        """Too few graded rollouts: roll again, or abandon after ``max_rerolls``.
+
+        Returns True when it will be rolled again.
+        """
         lease = self.leases[group_id]
         self.rerolls[group_id] = self.rerolls.get(group_id, 0) + 1
         if self.rerolls[group_id] <= self.algorithm.max_rerolls:
@@ -145,7 +153,8 @@ class GroupFlow:
     # --- the update
 
     def take_batch(self, now: float) -> list[ReadyGroup] | None:
-        """The groups of the next update, oldest first; None while it has to wait. May be empty when refills are exhausted.
+        """The groups of the next update, oldest first; None while it has to wait. May be empty when refills are
+        exhausted.
 
         ``now`` is any clock in seconds. Groups in flight that the step would make too stale are waited for at most
         ``stale_wait_s``, then dropped whole and scheduled again.
@@ -186,7 +195,10 @@ class GroupFlow:
         return [self.version.n - ready.version.n for ready in batch]
 
     def finish_update(self, batch: list[ReadyGroup]) -> PolicyVersion:
-        """The update of ``batch`` is done: its groups have ended, and the next policy version begins. Returns that version."""
+        """The update of ``batch`` is done: its groups have ended, and the next policy version begins.
+
+        Returns that version.
+        """
         for ready in batch:
             self.state.ended[ready.group.group_id] = [Ending.TRAINED, f"update {self.state.update}"]
         self.state.update += 1
@@ -197,7 +209,11 @@ class GroupFlow:
 
     def close_books(self) -> None:
         """The last update is done: whatever was handed out beyond it is abandoned."""
-        for group_id in [*self.leases, *(ready.group.group_id for ready in self.ready), *(s.group_id for s in self.pending)]:
+        for group_id in [
+            *self.leases,
+            *(ready.group.group_id for ready in self.ready),
+            *(s.group_id for s in self.pending),
+        ]:
             self.state.ended[group_id] = [Ending.ABANDONED, "the run was over"]
         self.leases.clear()
         self.ready.clear()

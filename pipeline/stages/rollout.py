@@ -1,6 +1,7 @@
 """Stage 1: one harness on one task in a sandbox, its calls captured, then stage 2 on what it left behind.
 
-Whatever a harness does wrong costs at most its own rollout. An infrastructure failure is tried again, and never scored 0.
+Whatever a harness does wrong costs at most its own rollout. An infrastructure failure is tried again, and never
+scored 0.
 """
 
 from __future__ import annotations
@@ -10,8 +11,8 @@ import shutil
 import tempfile
 import time
 from collections import Counter
-from contextlib import asynccontextmanager
 from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -43,9 +44,11 @@ class Workshop:
     snapshots: Path | None = None  # keep each workspace here, so that verification can be done again
 
     async def roll_out(self, spec: GroupSpec, index: int, timeout_s: float | None = None) -> RolloutRecord:
-        """Rollout ``index`` of a group: tried again after infrastructure failures, at most ``harness.retries`` times."""
+        """Rollout ``index`` of a group: tried again after infrastructure failures, at most ``harness.retries``
+        times.
+        """
         task = load_task(spec.task.path)
-        for attempt in range(self.harness.retries + 1):
+        for _ in range(self.harness.retries + 1):
             record = await self._try(spec, task, index, timeout_s or self.harness.timeout_s)
             if record.outcome is not Outcome.INFRASTRUCTURE:
                 break
@@ -76,7 +79,9 @@ class Workshop:
         finally:
             shutil.rmtree(place, ignore_errors=True)
 
-    async def _run_harness(self, spec: GroupSpec, task: HarborTask, session: str, place: Path, timeout_s: float) -> _Done:
+    async def _run_harness(
+        self, spec: GroupSpec, task: HarborTask, session: str, place: Path, timeout_s: float
+    ) -> _Done:
         recipe = get_harness(spec.harness)
         launch = recipe.launch(
             f"http://127.0.0.1:{INSIDE_PORT}", session, SERVED_MODEL_NAME, task.instruction, self.harness_home

@@ -11,7 +11,9 @@ from pipeline.records import GroupSpec, TaskRef
 
 @dataclass(frozen=True)
 class Schedule:
-    """Pass after pass over the tasks, each pass in its own order; in every pass each task moves on to the next harness."""
+    """Pass after pass over the tasks, each pass in its own order; in every pass each task moves on to the next
+    harness.
+    """
 
     tasks: Sequence[TaskRef]
     harnesses: Sequence[str]
