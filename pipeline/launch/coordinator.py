@@ -14,7 +14,7 @@ from typing import Any
 
 from pipeline.config import Config
 from pipeline.launch.run_directory import Attempt
-from pipeline.records import GroupSpec, RolloutRecord, TaskRef, TrainGroup
+from pipeline.records import GroupSpec, Outcome, RolloutRecord, TaskRef, TrainGroup
 from pipeline.report.store import append_jsonl, read_group
 from pipeline.stages.advantage import enough_graded, load_reward, score, to_train_group
 from pipeline.stages.evaluation import Cells
@@ -58,7 +58,7 @@ class Coordinator:
         self.phase = "starting"
         self._cells: Cells | None = None
         self._stopping = False
-        self._changed = threading.Condition()
+        self._changed = threading.Condition()  # re-entrant
         self._reward = load_reward(config.reward.fn, config.reward.malformed_is_call)
         self._event_count = 0
 
@@ -152,26 +152,30 @@ class Coordinator:
     def _count(self, records: tuple[RolloutRecord, ...]) -> None:
         self.progress.records.extend(records)
         self.progress.rollouts += len(records)
+        for record in records:
+            passed = record.outcome is Outcome.SOLVED
+            self.emit("rollout", harness=record.harness, reward=record.verdict.reward, passed=passed)
         self.progress.sampled_tokens += sum(record.sampled_tokens for record in records)
 
     def _note(self, group_id: str, what: str, reason: str) -> None:
         append_jsonl(self.attempt.ledger, {"t": time.time(), "group": group_id, "what": what, "reason": reason})
 
     def status(self, after: int = 0) -> dict[str, Any]:
-        """For the live view: figures now, and the events since number ``after``."""
+        """For the live view: the events since number ``after``, and how things stand now."""
         with self._changed:
             fresh = [event for event in self.events if event["number"] > after]
-            return {"events": fresh, "live": self._live()}
+            return {"events": fresh, "now": [self._phase_now(), self._state_now()]}
 
-    def _live(self) -> dict[str, Any]:
+    def _phase_now(self) -> dict[str, Any]:
+        return {"kind": "phase", "name": self.phase, **(self._cells.counts() if self._cells else {})}
+
+    def _state_now(self) -> dict[str, Any]:
         stats = [engine.stats for engine in self.engines.values()]
         return {
-            "event": "live",
-            "phase": self.phase,
+            "kind": "state",
             "queue": len(self.flow.ready) if self.flow else 0,
             "in_flight": sum(s.get("in_flight", 0) for s in stats),
             "tokens_s": sum(s.get("tokens_s", 0.0) for s in stats),
-            "evaluated": self._cells.counts() if self._cells else None,
         }
 
     # --- the trainer's side
@@ -180,17 +184,16 @@ class Coordinator:
     def stopped(self) -> bool:
         return self._stopping
 
-    def emit(self, event: str, **fields: Any) -> None:
+    def emit(self, kind: str, **fields: Any) -> None:
         """Tell the live view."""
         with self._changed:
             self._event_count += 1
-            self.events.append({"event": event, "number": self._event_count, "t": time.time(), **fields})
+            self.events.append({"kind": kind, "number": self._event_count, **fields})
 
     def set_phase(self, phase: str) -> None:
         with self._changed:
             self.phase = phase
             self._changed.notify_all()
-        self.emit("phase", phase=phase)
 
     def set_weights(self, engine: Engine, version: str) -> None:
         """``engine`` now serves ``version``; it may be given groups."""

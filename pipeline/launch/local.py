@@ -34,13 +34,12 @@ def follow(config: Config, run: RunDirectory) -> Attempt:
     with Progress(config.algorithm.updates, config.logging.progress) as progress:
         for _ in range(config.cluster.max_attempts):
             attempt, pid = _living(run) or _submit(config, run)
-            progress.event({"event": "attempt", "attempt": attempt.number, "logs": str(attempt.logs)})
+            progress.event({"kind": "message", "text": f"attempt {attempt.number}; logs in {attempt.logs}"})
             _watch(attempt, pid, progress)
             if attempt.read("done") is not None:
                 return attempt
-            progress.event(
-                {"event": "error", "message": f"attempt {attempt.number} ended early: {_last_words(attempt)}"}
-            )
+            text = f"attempt {attempt.number} ended early: {_last_words(attempt)}"
+            progress.event({"kind": "error", "text": text})
         raise RunFailed(f"{run.root} is not done after {config.cluster.max_attempts} attempts; logs: {attempt.logs}")
 
 
@@ -110,7 +109,8 @@ def _relay(client: RpcClient, seen: int, progress: Progress) -> int:
     for event in status["events"]:
         progress.event(event)
         seen = max(seen, event["number"])
-    progress.event(status["live"])
+    for event in status["now"]:
+        progress.event(event)
     return seen
 
 

@@ -180,7 +180,7 @@ class TrainerRank:
             timings = transfer.push(
                 self.trainer.named_weights(),
                 version,
-                before_resume=lambda: control.call("policy_version", timeout_s, version=str(version)) and None,
+                before_resume=lambda: _rename(control, version, timeout_s),
             )
         finally:
             control.close()
@@ -231,8 +231,10 @@ class TrainerRank:
         with self._phase(f"evaluate_{label}"):
             self._work_through(cells)
         coverage = cells.coverage()
-        self.metrics.log(self.flow.state.update, evaluation_metrics(cells.records(), coverage.planned))
-        self.coordinator.emit("evaluated", label=label, graded=coverage.graded, planned=coverage.planned)
+        values = evaluation_metrics(cells.records(), coverage.planned)
+        self.metrics.log(self.flow.state.update, values)
+        text = f"evaluation {label}: pass@1 {values.get('eval/pass@1', 0.0):.1%}, {coverage.graded} of {coverage.planned}"
+        self.coordinator.emit("message", text=text + " rollouts graded")
 
     def _work_through(self, cells: Cells) -> None:
         self.coordinator.evaluate(cells)
@@ -258,6 +260,11 @@ class TrainerRank:
         self.save()
         self.trainer.export(self.run.root / "model")
         self.attempt.publish("done", {"wall_s": self.state["wall_s"], "rollouts": self.state["rollouts"]})
+
+
+def _rename(control: RpcClient, version: PolicyVersion, timeout_s: float) -> None:
+    """New calls of the engine rank's shards are salted with ``version`` from now on."""
+    control.call("policy_version", timeout_s, version=str(version))
 
 
 def run_trainer(config: Config, attempt: Attempt) -> None:
