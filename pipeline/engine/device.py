@@ -9,6 +9,7 @@ from pathlib import Path
 from pipeline.config import UserError
 
 TRANSFER_KINDS = ("file", "gloo", "nccl")
+CHECKPOINT_BACKEND = "yoke"  # vLLM's name for the engine in vllm_plugin.py, which takes both files and gloo
 
 
 def on_gpu() -> bool:

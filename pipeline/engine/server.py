@@ -19,7 +19,7 @@ import httpx
 
 import pipeline
 from pipeline.config import EngineConfig, ModelConfig, UserError
-from pipeline.engine.device import on_gpu, transfer_kind
+from pipeline.engine.device import CHECKPOINT_BACKEND, on_gpu, transfer_kind
 
 SERVED_MODEL_NAME = "policy"
 HOST = "127.0.0.1"
@@ -54,15 +54,18 @@ class EngineServer:
     def url(self) -> str:
         return f"http://{HOST}:{self.port}"
 
-    def start(self, model_dir: Path | str) -> None:
-        """Start serving the checkpoint in ``model_dir``; returns at once, see ``wait_ready``."""
+    def start(self, model_dir: Path | str, seed: int = 0) -> None:
+        """Start serving the checkpoint in ``model_dir``; returns at once, see ``wait_ready``.
+
+        ``seed`` fixes the stream that unseeded calls are sampled from: give each engine and each start its own.
+        """
         self.stop()
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
         self.run_scratch.mkdir(parents=True, exist_ok=True)
         guard = [sys.executable, "-m", "pipeline.engine.guard"]
         with self.log_path.open("ab") as log:
             self._process = subprocess.Popen(
-                guard + self.command(model_dir),
+                guard + self.command(model_dir, seed),
                 env=self.environment(),
                 stdin=subprocess.PIPE,
                 stdout=log,
@@ -70,26 +73,29 @@ class EngineServer:
                 start_new_session=True,
             )
 
-    def command(self, model_dir: Path | str) -> list[str]:
+    def command(self, model_dir: Path | str, seed: int = 0) -> list[str]:
         """vLLM's command line. The ``vllm serve`` entry is not used: vLLM's CPU build ships it broken."""
+        backend = "nccl" if self.transfer == "nccl" else CHECKPOINT_BACKEND
         flags: dict[str, object] = {
             "--model": model_dir,
             "--served-model-name": SERVED_MODEL_NAME,
             "--host": HOST,
             "--port": self.port,
+            "--seed": seed,
             "--dtype": self.model.dtype,
             "--max-model-len": self.model.max_model_len,
             "--max-num-seqs": self.config.max_num_seqs,
             "--logprobs-mode": "processed_logprobs",
             "--tool-call-parser": self.model.tool_parser,
             "--worker-extension-cls": "pipeline.engine.vllm_plugin.WorkerExtension",
-            "--weight-transfer-config": json.dumps({"backend": self.transfer}),
+            "--weight-transfer-config": json.dumps({"backend": backend}),
         }
         switches = [
             "--return-tokens-as-token-ids",
             "--enable-auto-tool-choice",
             "--enable-scale-out",
             "--enable-prompt-tokens-details",
+            "--disable-uvicorn-access-log",
         ]
         if not self.gpu:
             switches.append("--enforce-eager")

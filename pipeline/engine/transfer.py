@@ -162,7 +162,7 @@ class Transfer(ABC):
             self._post(phase, **request)
             return result.result(self.timeout_s)
         except TimeoutError as error:
-            raise TransferError(phase, f"the trainer's side did not end in {self.timeout_s:.0f} s") from error
+            raise TransferError(phase, f"the trainer's side did not end in {self.timeout_s:g} s") from error
         except RuntimeError as error:
             raise _named(error, phase) from error
         finally:
@@ -327,11 +327,11 @@ def _client(engine_url: str, timeout_s: float) -> httpx.Client:
 
 
 def _request(client: httpx.Client, method: str, phase: str, **request: Any) -> httpx.Response:
-    """One request to the route named like the phase. Raises TransferError on a timeout, a lost engine, an error answer."""
+    """One request to the route named like the phase. Raises TransferError on a timeout, a lost engine or an error."""
     try:
         response = client.request(method, f"/{phase}", **request)
     except httpx.TimeoutException as error:
-        raise TransferError(phase, f"{client.base_url} did not answer in {client.timeout.read:.0f} s") from error
+        raise TransferError(phase, f"{client.base_url} did not answer in {client.timeout.read:g} s") from error
     except httpx.HTTPError as error:
         raise TransferError(phase, f"{client.base_url}: {error}") from error
     if response.status_code != httpx.codes.OK:

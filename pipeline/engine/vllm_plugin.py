@@ -1,6 +1,7 @@
-"""Loaded inside vLLM by ``--worker-extension-cls``: weight-transfer engines that need no GPU, and two CPU repairs.
+"""Loaded inside vLLM by ``--worker-extension-cls``: a weight-transfer engine that needs no GPU, and two CPU repairs.
 
-Importing this module registers the engines ``gloo`` and ``file`` and, on CPU only, repairs vLLM's rotary embedding.
+Importing this module registers the engine of the transfers ``file`` and ``gloo`` and, on CPU only, repairs vLLM's
+rotary embedding.
 The trainer's side is ``transfer.py``. Written for vLLM 0.32.
 """
 
@@ -25,6 +26,8 @@ from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.platforms import current_platform
+
+from pipeline.engine.device import CHECKPOINT_BACKEND
 
 
 class WorkerExtension:
@@ -68,8 +71,45 @@ def repair_cpu_rotary() -> None:
     RotaryEmbedding.forward_cpu = forward_cpu
 
 
-class _LayerwiseEngine(WeightTransferEngine[Any, Any]):
-    """What both engines share: tensors in checkpoint format, loaded layer by layer."""
+@dataclass
+class InitInfo(WeightTransferInitInfo):
+    """Where the trainer's store for gloo listens. A file transfer leaves it empty: there is nothing to agree on."""
+
+    master_address: str = ""
+    master_port: int = 0
+    group_name: str = ""
+    world_size: int = 0
+    timeout_s: float = 0.0
+
+
+@dataclass
+class UpdateInfo(WeightTransferUpdateInfo):
+    """``path`` of a safetensors file, or what will be broadcast, in this order. Names are those of the checkpoint."""
+
+    path: str = ""
+    names: list[str] = field(default_factory=list)
+    dtype_names: list[str] = field(default_factory=list)
+    shapes: list[list[int]] = field(default_factory=list)
+
+
+class CheckpointEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
+    """Loads tensors in checkpoint format, layer by layer, from a file or from one gloo broadcast each.
+
+    In the gloo group the trainer is rank 0 and the workers of this engine follow.
+    """
+
+    init_info_cls = InitInfo
+    update_info_cls = UpdateInfo
+    group: dist.ProcessGroupGloo | None = None
+
+    def init_transfer_engine(self, init_info: InitInfo) -> None:
+        self.group = None
+        if not init_info.master_address:
+            return
+        limit = datetime.timedelta(seconds=init_info.timeout_s)
+        store = dist.TCPStore(init_info.master_address, init_info.master_port, init_info.world_size, False, limit)
+        prefixed = dist.PrefixStore(init_info.group_name, store)
+        self.group = dist.ProcessGroupGloo(prefixed, 1 + self.parallel_config.rank, init_info.world_size, limit)
 
     def start_weight_update(self) -> None:
         initialize_layerwise_reload(self.model)
@@ -80,79 +120,18 @@ class _LayerwiseEngine(WeightTransferEngine[Any, Any]):
         else:
             super().update_weights(update_info)
 
+    def receive_weights(self, update_info: UpdateInfo) -> None:
+        self.model.load_weights(_read(update_info.path) if update_info.path else self._receive(update_info))
+
     def finish_weight_update(self) -> None:
         finalize_layerwise_reload(self.model, self.model_config)
         if current_platform.is_cpu():
             repack_tied_head(self.model)
 
-
-@dataclass
-class FileInit(WeightTransferInitInfo):
-    """Nothing to agree on beforehand."""
-
-
-@dataclass
-class FileUpdate(WeightTransferUpdateInfo):
-    """``path`` of a safetensors file in checkpoint format."""
-
-    path: str
-
-
-class FileEngine(_LayerwiseEngine):
-    """Reads the new weights from a safetensors file."""
-
-    init_info_cls = FileInit
-    update_info_cls = FileUpdate
-
-    def init_transfer_engine(self, init_info: FileInit) -> None:
-        pass
-
-    def receive_weights(self, update_info: FileUpdate) -> None:
-        with safe_open(update_info.path, framework="pt") as weights:
-            self.model.load_weights((name, weights.get_tensor(name)) for name in weights.keys())  # noqa: SIM118
-
     def shutdown(self) -> None:
-        pass
+        self.group = None
 
-
-@dataclass
-class GlooInit(WeightTransferInitInfo):
-    """Where the trainer's store listens; the trainer is rank 0, this engine's workers follow."""
-
-    master_address: str
-    master_port: int
-    group_name: str
-    world_size: int
-    timeout_s: float
-
-
-@dataclass
-class GlooUpdate(WeightTransferUpdateInfo):
-    """What will be broadcast, in this order."""
-
-    names: list[str] = field(default_factory=list)
-    dtype_names: list[str] = field(default_factory=list)
-    shapes: list[list[int]] = field(default_factory=list)
-
-
-class GlooEngine(_LayerwiseEngine):
-    """Receives one broadcast a tensor from the trainer over gloo."""
-
-    init_info_cls = GlooInit
-    update_info_cls = GlooUpdate
-    group: dist.ProcessGroupGloo | None = None
-
-    def init_transfer_engine(self, init_info: GlooInit) -> None:
-        limit = datetime.timedelta(seconds=init_info.timeout_s)
-        rank = 1 + self.parallel_config.rank
-        store = dist.TCPStore(init_info.master_address, init_info.master_port, init_info.world_size, False, limit)
-        prefixed = dist.PrefixStore(init_info.group_name, store)
-        self.group = dist.ProcessGroupGloo(prefixed, rank, init_info.world_size, limit)
-
-    def receive_weights(self, update_info: GlooUpdate) -> None:
-        self.model.load_weights(self._tensors(update_info))
-
-    def _tensors(self, update_info: GlooUpdate) -> Iterator[tuple[str, torch.Tensor]]:
+    def _receive(self, update_info: UpdateInfo) -> Iterator[tuple[str, torch.Tensor]]:
         if self.group is None:
             raise RuntimeError("the gloo weight transfer was never connected: POST /init_weight_transfer_engine first")
         described = zip(update_info.names, update_info.dtype_names, update_info.shapes, strict=True)
@@ -161,11 +140,13 @@ class GlooEngine(_LayerwiseEngine):
             self.group.broadcast(tensor, 0).wait()
             yield name, tensor
 
-    def shutdown(self) -> None:
-        self.group = None
+
+def _read(path: str) -> Iterator[tuple[str, torch.Tensor]]:
+    with safe_open(path, framework="pt") as weights:
+        for name in weights.keys():  # noqa: SIM118 (not a mapping)
+            yield name, weights.get_tensor(name)
 
 
-WeightTransferEngineFactory.register_engine("file", FileEngine)
-WeightTransferEngineFactory.register_engine("gloo", GlooEngine)
+WeightTransferEngineFactory.register_engine(CHECKPOINT_BACKEND, CheckpointEngine)
 if current_platform.is_cpu():
     repair_cpu_rotary()
