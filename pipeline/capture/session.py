@@ -1,0 +1,89 @@
+"""One rollout's state in a shard, and how it is written to and read from a journal."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections import Counter
+from collections.abc import Iterable, Iterator
+
+from pipeline.capture.dialects.base import ApiError, Fault
+from pipeline.capture.journal import Answered, Closed, Counted, Delivered, Opened, Policy, Record
+from pipeline.capture.tree import Tree
+
+
+class Session:
+    """The trace so far, the budget and the counters of one session."""
+
+    def __init__(self, session_id: str, policy: Policy) -> None:
+        self.id = session_id
+        self.policy = policy
+        self.tree = Tree()
+        self.counters: Counter[str] = Counter()
+        self.started = 0  # calls that the engine began, the aborted ones included
+        self.tool_ids = 0
+        self.turns: set[asyncio.Task[object]] = set()
+
+    @property
+    def suffix(self) -> str:
+        """A short form of the id for answers and tool calls; not enough to guess the key from."""
+        return hashlib.blake2b(self.id.encode(), digest_size=4).hexdigest()
+
+    @property
+    def dialect(self) -> str:
+        """The dialect of the first call; "" before it."""
+        return self.tree.nodes[0].dialect if self.tree.nodes else ""
+
+    def reserve(self) -> None:
+        """Take one call of the budget. Raises ApiError(BUDGET) when it is used up."""
+        if self.started >= self.policy.max_calls:
+            raise ApiError(Fault.BUDGET, f"this session's budget of {self.policy.max_calls} model calls is used up")
+        self.started += 1
+
+    def release(self) -> None:
+        """Give back a call that the engine could not serve."""
+        self.started -= 1
+
+    def next_tool_id(self) -> str:
+        """A tool-call id that no other call of this session has."""
+        self.tool_ids += 1
+        return f"call_{self.suffix}_{self.tool_ids}"
+
+    def apply(self, record: Record) -> None:
+        """Take in one record of a journal."""
+        match record:
+            case Answered(node=node):
+                self.tree.add(node)
+                self.started += 1
+                self.tool_ids += len(node.answer.tool_calls)
+            case Delivered(call_id=call_id):
+                self.tree.nodes[call_id].delivered = True
+            case Counted(counter=counter, amount=amount):
+                self.counters[counter] += amount
+                self.started += amount if counter == "aborted" else 0
+
+    def records(self) -> Iterator[Record]:
+        """The session as the shortest journal that restores it."""
+        yield Opened(self.id, self.policy)
+        for node in self.tree.nodes:
+            yield Answered(self.id, node)
+        for counter, amount in self.counters.items():
+            yield Counted(self.id, counter, amount)
+
+
+def restore(records: Iterable[Record]) -> dict[str, Session]:
+    """The sessions that a journal leaves open."""
+    sessions: dict[str, Session] = {}
+    for record in records:
+        if isinstance(record, Opened):
+            sessions[record.session] = Session(record.session, record.policy)
+        elif isinstance(record, Closed):
+            sessions.pop(record.session, None)
+        elif record.session in sessions:
+            sessions[record.session].apply(record)
+    return sessions
+
+
+def file_name(session_id: str) -> str:
+    """The name of a session's trace file; a hash, since the id is a key."""
+    return f"{hashlib.blake2b(session_id.encode(), digest_size=16).hexdigest()}.trace"

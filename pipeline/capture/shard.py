@@ -1,0 +1,182 @@
+"""One proxy process: serves its sessions' listeners, obeys the supervisor's control socket, exits when that closes.
+
+Started by the supervisor as ``python -m pipeline.capture.shard``; a replacement replays the journal of the one before.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import gc
+import logging
+import resource
+import signal
+import socket
+from collections.abc import Coroutine
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import uvicorn
+import uvloop
+from uvicorn.server import ServerState
+
+from pipeline.capture import journal as records
+from pipeline.capture.app import Connection, SessionApp
+from pipeline.capture.control import Channel
+from pipeline.capture.journal import Closed, Journal, Opened, Policy
+from pipeline.capture.session import Session, file_name, restore
+from pipeline.capture.turn import Turns
+from pipeline.capture.upstream import Engine
+
+KEEP_ALIVE_S = 3600  # harnesses idle as long as their tools run
+REWRITE_BYTES = 256 * 2**20  # the journal drops closed sessions when it has grown by so much
+CLOSE_S = 5.0  # aborted turns of a closing session get so long to end
+IGNORED_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
+
+log = logging.getLogger(__name__)
+
+
+class Listener:
+    """The server on one session's listening socket."""
+
+    def __init__(self, server: asyncio.Server, state: ServerState) -> None:
+        self._server, self._state = server, state
+
+    @classmethod
+    async def open(cls, listener: socket.socket, app: SessionApp, config: uvicorn.Config) -> Listener:
+        """Serve an app on a socket that already listens."""
+        state = ServerState()
+        loop = asyncio.get_running_loop()
+
+        def connect() -> Connection:
+            connection = Connection(config, state, {}, loop)
+            connection.app = app
+            connection.app_state["connection"] = connection
+            return connection
+
+        listener.setblocking(False)
+        return cls(await loop.create_server(connect, sock=listener), state)
+
+    def close(self) -> None:
+        """Stop listening and drop every connection."""
+        self._server.close()
+        for connection in list(self._state.connections):
+            connection.transport.abort()
+
+
+class Shard:
+    """The sessions of this process and the supervisor's orders. Every order is answered by ``{"id", "ok", ...}``."""
+
+    def __init__(self, control: socket.socket, journal_path: Path, engine: Engine) -> None:
+        self._directory = journal_path.parent
+        self._sessions = restore(records.read(journal_path))
+        self._journal = Journal(journal_path)
+        self._journal_floor = self._journal.size
+        self._turns = Turns(engine, self._journal)
+        self._listeners: dict[str, Listener] = {}
+        self._config = uvicorn.Config(
+            _no_app, lifespan="off", ws="none", log_config=None, access_log=False, server_header=False,
+            date_header=False, timeout_keep_alive=KEEP_ALIVE_S,
+        )  # fmt: skip
+        self._orders: set[asyncio.Task[None]] = set()
+        self.ended = asyncio.Event()
+        self._channel = Channel(control, self._order, self.ended.set)
+        self._channel.send({"ready": True, "sessions": len(self._sessions)})
+
+    def _order(self, message: dict[str, Any], fds: list[int]) -> None:
+        handlers = {"open": self._open, "close": self._close, "version": self._version, "ping": self._ping}
+        task = asyncio.ensure_future(self._obey(message["id"], handlers[message["op"]](message, fds)))
+        self._orders.add(task)
+        task.add_done_callback(self._orders.discard)
+
+    async def _obey(self, order_id: int, work: Coroutine[Any, Any, dict[str, Any]]) -> None:
+        try:
+            reply = {"ok": True, **await work}
+        except Exception as error:  # the supervisor raises it where the order was given
+            log.exception("an order failed")
+            reply = {"ok": False, "error": repr(error)}
+        self._channel.send({"id": order_id, **reply})
+
+    async def _open(self, message: dict[str, Any], fds: list[int]) -> dict[str, Any]:
+        """Open a session, or take up one that the journal or an earlier order already opened."""
+        listener = socket.socket(fileno=fds[0])
+        session_id = message["session"]
+        if session_id in self._listeners:
+            listener.close()
+            return {}
+        if session_id not in self._sessions:
+            policy = msgspec.convert(message["policy"], Policy)
+            self._journal.append(Opened(session_id, policy))
+            self._sessions[session_id] = Session(session_id, policy)
+        app = SessionApp(self._sessions[session_id], self._turns)
+        self._listeners[session_id] = await Listener.open(listener, app, self._config)
+        return {}
+
+    async def _close(self, message: dict[str, Any], fds: list[int]) -> dict[str, Any]:
+        """End a session and write its trace; closing it again names the same file."""
+        session_id = message["session"]
+        path = self._directory / file_name(session_id)
+        session = self._sessions.get(session_id)
+        if session is None:
+            if not path.exists():
+                raise KeyError("no such session")
+            return {"trace": str(path)}
+        if listener := self._listeners.pop(session_id, None):
+            listener.close()
+        if session.turns:
+            await asyncio.wait(session.turns, timeout=CLOSE_S)
+        records.write(path, session.records())
+        self._journal.append(Closed(session_id))
+        del self._sessions[session_id]
+        self._shrink()
+        return {"trace": str(path)}
+
+    def _shrink(self) -> None:
+        """Drop the records of closed sessions once they are worth it."""
+        if self._journal.size - self._journal_floor > REWRITE_BYTES:
+            self._journal.rewrite(record for session in self._sessions.values() for record in session.records())
+            self._journal_floor = self._journal.size
+
+    async def _version(self, message: dict[str, Any], fds: list[int]) -> dict[str, Any]:
+        self._turns.version = message["version"]
+        return {}
+
+    async def _ping(self, message: dict[str, Any], fds: list[int]) -> dict[str, Any]:
+        in_flight = sum(len(session.turns) for session in self._sessions.values())
+        figures = {"sessions": len(self._sessions), "in_flight": in_flight, "journal_bytes": self._journal.size}
+        return {"stats": {**figures, **self._turns.totals}}
+
+
+async def _no_app(scope: Any, receive: Any, send: Any) -> None:
+    """Stands in uvicorn's configuration; every connection gets its session's app."""
+
+
+async def serve(arguments: argparse.Namespace) -> None:
+    """Serve until the supervisor is gone."""
+    engine = Engine(arguments.engine, arguments.model, arguments.request_timeout, arguments.outage)
+    shard = Shard(socket.socket(fileno=arguments.control), arguments.journal, engine)
+    gc.collect()
+    gc.freeze()
+    await shard.ended.wait()
+
+
+def main() -> None:
+    """The process's entry point."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--control", type=int, required=True, help="inherited descriptor of the control socket")
+    parser.add_argument("--journal", type=Path, required=True)
+    parser.add_argument("--engine", required=True, help="URL of the engine")
+    parser.add_argument("--model", required=True, help="name under which the engine serves the policy")
+    parser.add_argument("--request-timeout", type=float, default=300.0, help="seconds for one request to the engine")
+    parser.add_argument("--outage", type=float, default=60.0, help="seconds that an engine outage is waited out")
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    for ignored in IGNORED_SIGNALS:
+        signal.signal(ignored, signal.SIG_IGN)
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    uvloop.run(serve(parser.parse_args()))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,329 @@
+"""Runs the shards: assigns sessions, watches heartbeats, replaces a dead shard with the same journal and listeners."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pipeline.capture import control
+from pipeline.capture.trace import read_trace
+from pipeline.config import SessionPolicy
+from pipeline.records import PolicyVersion, Trace
+
+HEARTBEAT_S = 2.0
+SILENT_S = 10.0  # a shard that says nothing for so long is killed
+START_S = 30.0
+STOP_S = 5.0
+MOST_BACKOFF_S = 5.0
+
+log = logging.getLogger(__name__)
+
+
+class ShardGone(Exception):
+    """The shard died before it answered."""
+
+
+class CaptureError(Exception):
+    """A shard could not do what it was asked to."""
+
+
+@dataclass
+class _Open:
+    """What a replacement shard needs to take a session up."""
+
+    policy: dict[str, Any]
+    listener: socket.socket
+
+
+class _Shard:
+    """One shard's process, as the supervisor sees it; the process may be a later one than before."""
+
+    def __init__(self, index: int, command: Sequence[str], journal: Path) -> None:
+        self.index = index
+        self.sessions: dict[str, _Open] = {}
+        self.ready = asyncio.Event()
+        self.gone = asyncio.Event()
+        self.stats: dict[str, int] = {}
+        self.starts = 0
+        self._command = [*command, "--journal", str(journal)]
+        self._log_path = journal.with_suffix(".log")
+        self._numbers = itertools.count()
+        self._waiting: dict[int, asyncio.Future[dict[str, Any]]] = {}
+        self._channel: control.Channel | None = None
+        self._process: subprocess.Popen[bytes] | None = None
+        self._heard = 0.0
+
+    @property
+    def pid(self) -> int | None:
+        """The process id of the current process."""
+        return self._process.pid if self._process else None
+
+    @property
+    def silence_s(self) -> float:
+        """Seconds since the shard last said something."""
+        return time.monotonic() - self._heard
+
+    async def start(self) -> None:
+        """Start a process and wait until it has replayed the journal. Raises CaptureError."""
+        ours, theirs = control.pair()
+        self.gone, said_ready = asyncio.Event(), asyncio.Event()
+        self._said_ready = said_ready
+        self.starts += 1
+        with theirs, self._log_path.open("ab") as out:
+            self._process = subprocess.Popen(
+                [*self._command, "--control", str(theirs.fileno())],
+                pass_fds=(theirs.fileno(),), stdin=subprocess.DEVNULL, stdout=out, stderr=out,
+                start_new_session=True, env=_environment(),
+            )  # fmt: skip
+        self._channel = control.Channel(ours, self._hear, self.gone.set)
+        self._heard = time.monotonic()
+        if not await _first(said_ready, self.gone, timeout_s=START_S):
+            await self.kill()
+            raise CaptureError(f"shard {self.index} was not ready within {START_S:.0f} s; see {self._log_path}")
+
+    async def request(self, message: dict[str, Any], fds: Sequence[int] = ()) -> dict[str, Any]:
+        """The shard's answer. Raises ShardGone or CaptureError."""
+        if self._channel is None or self.gone.is_set():
+            raise ShardGone
+        number = next(self._numbers)
+        answer = self._waiting[number] = asyncio.get_running_loop().create_future()
+        self._channel.send({"id": number, **message}, fds)
+        try:
+            reply = await answer
+        finally:
+            self._waiting.pop(number, None)
+        if not reply["ok"]:
+            raise CaptureError(f"shard {self.index} could not {message['op']}: {reply['error']}")
+        return reply
+
+    async def kill(self, patience_s: float = 0.0) -> None:
+        """End the process and fail what waits on it; a closed control socket is the order to exit."""
+        self.ready.clear()
+        if self._channel is not None:
+            self._channel.close()
+        self.gone.set()
+        for answer in self._waiting.values():
+            if not answer.done():
+                answer.set_exception(ShardGone())
+        if self._process is not None:
+            await asyncio.to_thread(_reap, self._process, patience_s)
+
+    def _hear(self, message: dict[str, Any], fds: list[int]) -> None:
+        self._heard = time.monotonic()
+        if message.get("ready"):
+            self._said_ready.set()
+        answer = self._waiting.get(message.get("id", -1))
+        if answer is not None and not answer.done():
+            answer.set_result(message)
+
+
+class ShardSupervisor:
+    """The capture proxy of a node. All methods are for one event loop."""
+
+    def __init__(
+        self,
+        engine_url: str,
+        shards: int,
+        journal_dir: Path,
+        model_name: str,
+        request_timeout_s: float = 300.0,
+        outage_s: float = 60.0,
+    ) -> None:
+        self._model_name = model_name
+        self._directory = journal_dir.resolve()
+        command = [sys.executable, "-m", "pipeline.capture.shard", "--engine", engine_url, "--model", model_name]
+        command += ["--request-timeout", str(request_timeout_s), "--outage", str(outage_s)]
+        self._shards = [_Shard(i, command, self._directory / f"shard-{i}.journal") for i in range(shards)]
+        self._homes: dict[str, _Shard] = {}
+        self._version = PolicyVersion(0, 0)
+        self._keepers: list[asyncio.Task[None]] = []
+
+    async def start(self, deadline_s: float = START_S) -> None:
+        """Start the shards. Raises CaptureError when they are not ready in time."""
+        self._directory.mkdir(parents=True, exist_ok=True)
+        self._keepers = [asyncio.create_task(self._keep(shard)) for shard in self._shards]
+        waits = asyncio.gather(*(shard.ready.wait() for shard in self._shards))
+        await self._in_time(waits, deadline_s, "the shards to start")
+
+    async def stop(self) -> None:
+        """End the shards; sessions still open are lost."""
+        for keeper in self._keepers:
+            keeper.cancel()
+        await asyncio.gather(*self._keepers, return_exceptions=True)
+        await asyncio.gather(*(shard.kill(STOP_S) for shard in self._shards))
+        for shard in self._shards:
+            for session in shard.sessions.values():
+                session.listener.close()
+            shard.sessions.clear()
+        self._homes.clear()
+
+    async def open_session(
+        self,
+        session_id: str,
+        policy: SessionPolicy,
+        listener: socket.socket,
+        model_name: str | None = None,
+        deadline_s: float = 30.0,
+    ) -> None:
+        """Serve a session on a listening socket, of which a duplicate is kept. The session id is its API key.
+
+        Raises CaptureError when the id is taken or no shard answers in time.
+        """
+        if session_id in self._homes:
+            raise CaptureError("a session with this id is open")
+        shard = min(self._shards, key=lambda shard: len(shard.sessions))
+        terms = {
+            "temperature": policy.temperature,
+            "max_tokens": policy.max_tokens,
+            "max_calls": policy.max_calls,
+            "model_name": model_name or self._model_name,
+        }
+        self._homes[session_id] = shard
+        shard.sessions[session_id] = _Open(terms, listener.dup())
+        try:
+            await self._in_time(self._ask(shard, session_id), deadline_s, "a shard to open a session")
+        except (CaptureError, asyncio.CancelledError):
+            self._forget(session_id)
+            raise
+
+    async def close_session(self, session_id: str, deadline_s: float = 30.0) -> Trace:
+        """End a session: aborts its calls in flight, frees its memory and returns its trace. Raises CaptureError."""
+        shard = self._homes.get(session_id)
+        if shard is None:
+            raise CaptureError("no session with this id is open")
+        message = {"op": "close", "session": session_id}
+        reply = await self._in_time(self._insist(shard, message), deadline_s, "a shard to close a session")
+        self._forget(session_id)
+        return await asyncio.to_thread(_take_trace, Path(reply["trace"]))
+
+    async def set_policy_version(self, version: PolicyVersion, deadline_s: float = 30.0) -> None:
+        """Salt every new call with this version; returns when every shard has acknowledged. Raises CaptureError."""
+        self._version = version
+        orders = asyncio.gather(*(self._insist(shard, self._version_order()) for shard in self._shards))
+        await self._in_time(orders, deadline_s, f"the shards to take policy version {version}")
+
+    def stats(self) -> dict[str, Any]:
+        """Figures of the last heartbeats, summed over shards."""
+        total: Counter[str] = Counter()
+        for shard in self._shards:
+            total.update(shard.stats)
+        restarts = sum(max(0, shard.starts - 1) for shard in self._shards)
+        alive = sum(shard.ready.is_set() for shard in self._shards)
+        return {**total, "open_sessions": len(self._homes), "shards_alive": alive, "shard_restarts": restarts}
+
+    async def _keep(self, shard: _Shard) -> None:
+        """Keep one shard running, whatever happens to its process."""
+        failures = 0
+        while True:
+            try:
+                await shard.start()
+                await self._hand_over(shard)
+                failures = 0
+                await self._watch(shard)
+            except (CaptureError, ShardGone, OSError) as error:
+                failures += 1
+                log.warning("shard %d could not start: %r", shard.index, error)
+            await shard.kill()
+            await asyncio.sleep(min(0.1 * 2**failures, MOST_BACKOFF_S) if failures else 0)
+
+    async def _hand_over(self, shard: _Shard) -> None:
+        """Give a fresh process the version and the sessions that its predecessor had."""
+        await asyncio.wait_for(shard.request(self._version_order()), START_S)
+        for session_id in list(shard.sessions):
+            await asyncio.wait_for(self._open(shard, session_id), START_S)
+        shard.ready.set()
+
+    async def _watch(self, shard: _Shard) -> None:
+        """Returns when the process is dead or silent."""
+        ping: asyncio.Task[Any] | None = None
+        while not shard.gone.is_set() and shard.silence_s < SILENT_S:
+            if ping is None or ping.done():
+                ping = asyncio.create_task(self._ping(shard))
+            await _first(shard.gone, timeout_s=HEARTBEAT_S)
+        why = "died" if shard.gone.is_set() else f"was silent for {shard.silence_s:.0f} s"
+        log.warning("shard %d (pid %s) %s and is replaced", shard.index, shard.pid, why)
+
+    async def _ping(self, shard: _Shard) -> None:
+        try:
+            shard.stats = (await shard.request({"op": "ping"}))["stats"]
+        except (ShardGone, CaptureError) as error:
+            log.info("no heartbeat from shard %d: %r", shard.index, error)
+
+    async def _ask(self, shard: _Shard, session_id: str) -> None:
+        """Open a session on its shard, on the next process if this one dies."""
+        while True:
+            await shard.ready.wait()
+            try:
+                return await self._open(shard, session_id)
+            except ShardGone:
+                await asyncio.sleep(0)
+
+    async def _open(self, shard: _Shard, session_id: str) -> None:
+        session = shard.sessions[session_id]
+        order = {"op": "open", "session": session_id, "policy": session.policy}
+        await shard.request(order, [session.listener.fileno()])
+
+    async def _insist(self, shard: _Shard, message: dict[str, Any]) -> dict[str, Any]:
+        """A shard's answer to an order that may be given twice."""
+        while True:
+            await shard.ready.wait()
+            try:
+                return await shard.request(message)
+            except ShardGone:
+                await asyncio.sleep(0)
+
+    async def _in_time(self, work: Any, deadline_s: float, what: str) -> Any:
+        try:
+            return await asyncio.wait_for(work, deadline_s)
+        except TimeoutError as error:
+            raise CaptureError(f"waited {deadline_s:.0f} s for {what}; logs are in {self._directory}") from error
+
+    def _version_order(self) -> dict[str, Any]:
+        return {"op": "version", "version": str(self._version)}
+
+    def _forget(self, session_id: str) -> None:
+        session = self._homes.pop(session_id).sessions.pop(session_id)
+        session.listener.close()
+
+
+async def _first(*events: asyncio.Event, timeout_s: float) -> bool:
+    """Wait for any of the events; whether the first of them is set."""
+    waits = [asyncio.create_task(event.wait()) for event in events]
+    try:
+        await asyncio.wait(waits, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for wait in waits:
+            wait.cancel()
+    return events[0].is_set()
+
+
+def _reap(process: subprocess.Popen[bytes], patience_s: float) -> None:
+    try:
+        process.wait(patience_s)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait(STOP_S)
+
+
+def _environment() -> dict[str, str]:
+    """This process's environment, in which a child finds this very package."""
+    root = str(Path(__file__).resolve().parents[2])
+    paths = [root, os.environ.get("PYTHONPATH", "")]
+    return os.environ | {"PYTHONPATH": os.pathsep.join(path for path in paths if path)}
+
+
+def _take_trace(path: Path) -> Trace:
+    trace = read_trace(path)
+    path.unlink()
+    return trace

@@ -1,0 +1,44 @@
+"""From a session as the shard kept it to the Trace that other rooms use."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+
+from pipeline.capture import journal
+from pipeline.capture.journal import Node
+from pipeline.capture.session import Session, restore
+from pipeline.records import Call, PolicyVersion, Trace, VersionSpan
+
+
+def read_trace(path: Path) -> Trace:
+    """The trace in a trace file. Raises ValueError when the file does not hold exactly one session."""
+    sessions = list(restore(journal.read(path)).values())
+    if len(sessions) != 1:
+        raise ValueError(f"{path} holds {len(sessions)} sessions instead of one")
+    return trace_of(sessions[0])
+
+
+def trace_of(session: Session) -> Trace:
+    """A session's calls with their full ids."""
+    calls = tuple(_call(session, node) for node in session.tree.nodes)
+    return Trace(session.id, calls, session.dialect, dict(session.counters))
+
+
+def _call(session: Session, node: Node) -> Call:
+    spans = (VersionSpan(PolicyVersion.parse(version), start, end) for version, start, end in node.versions)
+    return Call(
+        call_id=node.call_id,
+        parent=node.parent,
+        prompt_ids=np.frombuffer(session.tree.prompt(node.call_id), np.int32),
+        sampled_ids=np.frombuffer(node.sampled, np.int32),
+        logprobs=np.frombuffer(node.logprobs, np.float32),
+        versions=tuple(spans),
+        finish_reason=node.answer.finish_reason,
+        delivered=node.delivered,
+        trainable=node.trainable,
+        tool_calls=len(node.answer.tool_calls),
+        malformed=node.malformed,
+        seconds=node.seconds,
+    )

@@ -1,0 +1,207 @@
+"""The one-turn pipeline: a canonical request in, a recorded call out. Dialects and HTTP are left to others."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+from dataclasses import replace
+
+import msgspec
+
+from pipeline.capture.dialects.base import Answer, ApiError, ChatRequest, Fault, ToolCall
+from pipeline.capture.ids import WIDTH, pack, pack_floats
+from pipeline.capture.journal import Answered, Counted, Delivered, Journal, Node
+from pipeline.capture.session import Session
+from pipeline.capture.upstream import RETRY_AFTER_S, Called, Engine, Message, Rendered, Sampled
+
+SAMPLES = 3  # tries of one call, when a weight sync or the engine spoils a sample
+CALL_MARKERS = (
+    "<tool_call>",
+    "<|tool_call_start|>",
+    "<function=",
+    "[TOOL_CALLS]",
+    "<|python_tag|>",
+    "<|tool_call_begin|>",
+)
+
+
+class Turns:
+    """Answers requests for any session of a shard. ``version`` ("attempt.n") salts the prefix cache of new samples."""
+
+    def __init__(self, engine: Engine, journal: Journal) -> None:
+        self.engine = engine
+        self.journal = journal
+        self.version = "0.0"
+        self.totals: Counter[str] = Counter()
+
+    async def answer(self, session: Session, dialect: str, request: ChatRequest) -> Node:
+        """The call that answers a request, journalled, not yet delivered. Raises ApiError; cancelling aborts it."""
+        started = time.monotonic()
+        rendered = await self.engine.render(request)
+        prompt = pack(rendered.token_ids)
+        if known := session.tree.undelivered(prompt, request.constraint):
+            self.count(session, "redelivered")
+            return known
+        max_tokens = await self._room(session, request, len(rendered.token_ids))
+        self._reserve(session)
+        try:
+            sampled = await self._sample(session, rendered, max_tokens)
+            message = await self.engine.derender(request, rendered, sampled)
+        except asyncio.CancelledError:
+            self.count(session, "aborted")
+            raise
+        except ApiError:
+            session.release()
+            raise
+        return self._record(session, dialect, request, prompt, sampled, message, time.monotonic() - started)
+
+    def delivered(self, session: Session, node: Node) -> None:
+        """The harness got this answer."""
+        if not node.delivered:
+            node.delivered = True
+            self.journal.append(Delivered(session.id, node.call_id))
+
+    def count(self, session: Session, counter: str) -> None:
+        """Count something rare, so that it survives the shard."""
+        session.counters[counter] += 1
+        self.totals[counter] += 1
+        self.journal.append(Counted(session.id, counter))
+
+    async def prompt_tokens(self, request: ChatRequest) -> int:
+        """How many tokens a request's prompt has."""
+        return len((await self.engine.render(request)).token_ids)
+
+    def _reserve(self, session: Session) -> None:
+        try:
+            session.reserve()
+        except ApiError:
+            self.count(session, "over_budget")
+            raise
+
+    async def _room(self, session: Session, request: ChatRequest, prompt_tokens: int) -> int:
+        """Tokens that may be sampled. Raises ApiError(CONTEXT) when the prompt fills the window."""
+        window = await self.engine.context_length()
+        room = window - prompt_tokens
+        if room < 1:
+            self.count(session, "context_full")
+            message = (
+                f"This model's maximum context length is {window} tokens. However, your messages resulted in "
+                f"{prompt_tokens} tokens. Please reduce the length of the messages."
+            )
+            raise ApiError(Fault.CONTEXT, message)
+        return min(room, session.policy.max_tokens, request.max_tokens or room)
+
+    async def _sample(self, session: Session, rendered: Rendered, max_tokens: int) -> Sampled:
+        """One sample of which no token read key/value blocks of weights older than the salt says.
+
+        When a sync lands between a call's submission and its start, the call may reuse blocks of the old weights under
+        the new ones; it is then sampled again with the new salt.
+        """
+        for _ in range(SAMPLES):
+            salt = self.version
+            sampled = await self.engine.generate(rendered, session.policy.temperature, max_tokens, salt)
+            if sampled.finish_reason == "abort":
+                self.count(session, "engine_aborts")
+                continue
+            spans = _known_versions(sampled, salt)
+            if _order(spans[0][0]) <= _order(salt):
+                return replace(sampled, versions=spans)
+            self.version = max(self.version, spans[0][0], key=_order)
+            self.count(session, "resampled")
+        raise ApiError(Fault.UNAVAILABLE, f"the engine spoilt {SAMPLES} samples in a row", RETRY_AFTER_S)
+
+    def _record(
+        self,
+        session: Session,
+        dialect: str,
+        request: ChatRequest,
+        prompt: bytes,
+        sampled: Sampled,
+        message: Message,
+        seconds: float,
+    ) -> Node:
+        """Put the call into the tree and the journal."""
+        parent = session.tree.parent(prompt)
+        base, keep = session.tree.base(prompt, parent)
+        call_id = len(session.tree.nodes)
+        node = Node(
+            call_id=call_id,
+            parent=parent,
+            base=base,
+            keep=keep,
+            suffix=prompt[keep * WIDTH :],
+            sampled=pack(sampled.ids),
+            logprobs=pack_floats(sampled.logprobs),
+            versions=sampled.versions,
+            answer=_answer(session, f"{session.suffix}-{call_id}", request, len(prompt) // WIDTH, sampled, message),
+            constraint=request.constraint,
+            dialect=dialect,
+            trainable=not request.forced,
+            malformed=_malformed(request, message),
+            seconds=seconds,
+        )
+        self.journal.append(Answered(session.id, node))
+        session.tree.add(node)
+        self.totals["calls"] += 1
+        return node
+
+
+def _order(version: str) -> tuple[int, int]:
+    """ "attempt.n" as numbers. Raises ValueError for another form."""
+    attempt, n = version.split(".")
+    return int(attempt), int(n)
+
+
+def _known_versions(sampled: Sampled, current: str) -> list[tuple[str, int, int]]:
+    """The engine's spans; a name that is no policy version (weights as loaded) stands for the current one."""
+    spans = []
+    for version, start, end in sampled.versions or [(current, 0, len(sampled.ids))]:
+        try:
+            _order(version)
+        except ValueError:
+            version = current
+        spans.append((version, start, end))
+    return spans
+
+
+def _answer(
+    session: Session, answer_id: str, request: ChatRequest, prompt_tokens: int, sampled: Sampled, message: Message
+) -> Answer:
+    """The canonical answer. Tool-call ids are ours, unique in the session: a replayed history is recognised by them."""
+    calls = _kept_calls(request, message)
+    stop = "length" if sampled.finish_reason == "length" else "stop"
+    return Answer(
+        id=answer_id,
+        text=message.content or "",
+        reasoning=message.reasoning or "",
+        tool_calls=tuple(
+            ToolCall(session.next_tool_id(), call.function.name, call.function.arguments) for call in calls
+        ),
+        finish_reason="tool_calls" if calls else stop,
+        prompt_tokens=prompt_tokens,
+        completion_tokens=len(sampled.ids),
+        cached_tokens=sampled.cached_tokens,
+        created=int(time.time()),
+    )
+
+
+def _kept_calls(request: ChatRequest, message: Message) -> list[Called]:
+    calls = message.tool_calls or []
+    return calls if request.parallel_tool_calls else calls[:1]
+
+
+def _malformed(request: ChatRequest, message: Message) -> bool:
+    """A call was opened that the engine's parser did not take, or its arguments are no JSON object."""
+    if request.tool_choice == "none":
+        return False
+    if any(marker in (message.content or "") for marker in CALL_MARKERS):
+        return True
+    return not all(_is_object(call.function.arguments) for call in message.tool_calls or ())
+
+
+def _is_object(text: str) -> bool:
+    try:
+        return isinstance(msgspec.json.decode(text), dict)
+    except msgspec.DecodeError:
+        return False
