@@ -1,0 +1,335 @@
+"""Stage sft: a warm start for the tiny model, by supervised learning on the scripted teacher's conversations.
+
+A few recorded runs of the real harness give the system prompt and the tools; a generator writes as many further
+conversations of the same shape, after a check that it renders every recorded request token for token. Format and word
+have a loss each, and the context grows in three phases: a plain run over whole conversations never learns to copy.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import random
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
+
+from pipeline.config import UserError
+from pipeline.tasks.generate import WordTask, draw_task
+from pipeline.tasks.teacher import Message, Teacher, conversation, parse_task, text_of
+from pipeline.training.tiny import ASSISTANT_TURN, TURN_END, TinyShape, build_model, save_checkpoint, train_tokenizer
+
+log = logging.getLogger(__name__)
+WRITE = "echo"  # the word to copy is the token that follows
+
+
+@dataclass(frozen=True)
+class Phase:
+    """One stretch of the curriculum. ``prefix``: smallest and largest number of prompt tokens kept, None for all."""
+
+    steps: int
+    batch: int
+    learning_rate: float
+    prefix: tuple[int, int] | None
+    words_only: bool = False  # rows end after the word
+
+
+@dataclass
+class SftConfig:
+    """Knobs of the warm start; the defaults made the shipped checkpoint."""
+
+    seed: int = 0
+    threads: int = 2
+    shape: TinyShape = field(default_factory=TinyShape)
+    teacher: Teacher = field(default_factory=Teacher)
+    copy: Phase = Phase(steps=300, batch=64, learning_rate=3e-3, prefix=(4, 32), words_only=True)
+    bridge: Phase = Phase(steps=40, batch=32, learning_rate=1.5e-3, prefix=(32, 400))
+    full: Phase = Phase(steps=200, batch=24, learning_rate=1.0e-3, prefix=None)
+    muon_ratio: float = 6.0  # learning rate of the matrices (Muon) over that of the rest (AdamW)
+    copied: float = 0.97  # the first phase ends at this share of right words, over 10 batches
+    stop_word: float = 0.80  # the last phase ends at this held-out probability of the right word ...
+    stop_format: float = 0.95  # ... and this probability that the rest of a rollout is well-formed
+    probe_every: int = 5
+    probe_tasks: int = 96
+
+
+@dataclass(frozen=True)
+class Recording:
+    """One recorded model request, in Chat Completions form."""
+
+    messages: list[Message]
+    tools: list[dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class Example:
+    """Token ids after the shared prompt; kinds: 0 context, 1 format, 2 the copied word."""
+
+    ids: list[int]
+    kinds: list[int]
+
+
+@dataclass(frozen=True)
+class Probe:
+    """Held-out probabilities: of acting at all, of the right word once acting, of an otherwise well-formed rollout."""
+
+    act: float
+    word: float
+    form: float
+
+    @property
+    def expected_pass(self) -> float:
+        return self.act * self.word * self.form
+
+
+def read_recordings(path: Path) -> list[Recording]:
+    """Read what stage collect wrote. Raises UserError if the file is missing or empty."""
+    if not path.is_file():
+        raise UserError(f"no recorded teacher runs at {path}: make them with `yoke collect`")
+    rows = pq.read_table(path, columns=["messages", "tools"]).to_pylist()
+    if not rows:
+        raise UserError(f"{path} holds no recorded requests: run `yoke collect` again")
+    return [Recording(json.loads(row["messages"]), json.loads(row["tools"])) for row in rows]
+
+
+class Renderer:
+    """Turns conversations into token ids behind one shared prompt (system message and tools)."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerFast, first: Recording) -> None:
+        self.tokenizer = tokenizer
+        self.tools = first.tools
+        self.system = text_of(first.messages[0])
+        self.prompt = self.text([{"role": "system", "content": self.system}])
+        self.prompt_ids = self._encode(self.prompt)
+        self._start = self._encode(ASSISTANT_TURN)
+        self._end = tokenizer.convert_tokens_to_ids(TURN_END)
+        self._write = tokenizer.convert_tokens_to_ids(WRITE)
+
+    def _encode(self, text: str) -> list[int]:
+        return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    def text(self, messages: list[Message], generation: bool = False) -> str:
+        """The chat template's text, as the engine renders it: flat contents, decoded tool arguments."""
+        return str(
+            self.tokenizer.apply_chat_template(
+                [_flat(message) for message in messages],
+                tools=self.tools,
+                tokenize=False,
+                add_generation_prompt=generation,
+            )
+        )
+
+    def example(self, task: WordTask, commands: tuple[str, ...], words_only: bool = False) -> Example:
+        """One conversation as ids with the kind of every token."""
+        text = self.text(conversation(self.system, task, commands))
+        ids = self._encode(text[len(self.prompt) :])
+        kinds = self._kinds(ids)
+        end = kinds.index(2) + 1 if words_only else len(ids)
+        return Example(ids[:end], kinds[:end])
+
+    def _kinds(self, ids: list[int]) -> list[int]:
+        kinds = [0] * len(ids)
+        for at in range(len(ids)):
+            if ids[at : at + len(self._start)] != self._start:
+                continue
+            stop = ids.index(self._end, at + len(self._start))
+            for i in range(at + len(self._start), stop + 1):
+                kinds[i] = 2 if ids[i - 1] == self._write else 1
+        return kinds
+
+    def check(self, recordings: list[Recording], teacher: Teacher) -> None:
+        """Every recorded request must equal the generated one. Raises ValueError with both texts at the first difference."""
+        for recording in recordings:
+            task = parse_task(recording.messages)
+            made = conversation(self.system, task, teacher.plan(task))[: len(recording.messages)]
+            want, got = self.text(recording.messages, True), self.text(made, True)
+            if want != got or recording.tools != self.tools:
+                raise ValueError(f"a generated request differs from the recorded one:\n{got[-400:]!r}\n{want[-400:]!r}")
+
+
+def _flat(message: Message) -> Message:
+    flat: Message = {"role": message["role"], "content": text_of(message)}
+    if message.get("tool_calls"):
+        flat["tool_calls"] = [
+            {"function": {"name": f["name"], "arguments": json.loads(f["arguments"])}}
+            for f in (call["function"] for call in message["tool_calls"])
+        ]
+    return flat
+
+
+def tokenizer_texts(first: Recording, seed: int, tasks: int = 3000) -> list[str]:
+    """What the tokenizer is trained on: the harness's prompt, many tasks with their calls, a little shell and JSON."""
+    rng = random.Random(seed)
+    texts = [text_of(first.messages[0]), json.dumps(first.tools)] * 8
+    for _ in range(tasks):
+        task = draw_task(rng, "train")
+        call = json.dumps({"name": "bash", "arguments": {"command": f"echo {task.answer} > answer.txt"}})
+        look = json.dumps({"name": "bash", "arguments": {"command": "cat answer.txt"}})
+        texts.append(f"user\n{task.instruction}\nassistant\n{call}\ntool\n(no output)\n{look}\n{task.answer}\nDone.")
+    return texts
+
+
+def token_logprobs(
+    model: Qwen3ForCausalLM, prefix: list[int], examples: list[Example]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Logprobs of all target tokens behind ``prefix``, which is run once and shared with its gradient.
+
+    Returns (logprobs [T], kinds [T], row of each token [T]) over the T targets of the batch.
+    """
+    length = max(len(example.ids) for example in examples)
+    ids = torch.zeros(len(examples), length, dtype=torch.long)
+    kinds = torch.zeros(len(examples), length, dtype=torch.long)
+    for i, example in enumerate(examples):
+        ids[i, : len(example.ids)] = torch.tensor(example.ids)
+        kinds[i, : len(example.kinds)] = torch.tensor(example.kinds)
+    cache = model.model(torch.tensor([prefix]), use_cache=True).past_key_values
+    for layer in cache.layers:
+        layer.keys = layer.keys.expand(len(examples), -1, -1, -1)
+        layer.values = layer.values.expand(len(examples), -1, -1, -1)
+    hidden = model.model(ids, past_key_values=cache, use_cache=True).last_hidden_state[:, :-1]
+    wanted = kinds[:, 1:] > 0
+    logprobs = torch.log_softmax(model.lm_head(hidden[wanted]), -1)
+    picked = logprobs.gather(-1, ids[:, 1:][wanted][:, None])[:, 0]
+    return picked, kinds[:, 1:][wanted], wanted.nonzero()[:, 0]
+
+
+class WarmStart:
+    """The curriculum over one model."""
+
+    def __init__(self, config: SftConfig, renderer: Renderer, model: Qwen3ForCausalLM) -> None:
+        self.config = config
+        self.renderer = renderer
+        self.model = model
+        self.rng = random.Random(f"sft/{config.seed}")
+        matrices = [p for name, p in model.named_parameters() if p.ndim == 2 and "embed" not in name]
+        others = [p for name, p in model.named_parameters() if p.ndim != 2 or "embed" in name]
+        # Muon finds the copying circuit in a third of the steps that AdamW takes
+        self.muon = torch.optim.Muon(matrices, lr=0.0, weight_decay=0.0)
+        self.adam = torch.optim.AdamW(others, lr=0.0, weight_decay=0.0, betas=(0.9, 0.98))
+        self.held_out = [draw_task(random.Random(f"probe/{i}"), "test") for i in range(config.probe_tasks)]
+        self.started = time.monotonic()
+
+    def run(self) -> Probe:
+        """All three phases. Raises RuntimeError if copying is not learnt or the last phase misses its marks."""
+        self._copy()
+        for step in range(self.config.bridge.steps):
+            self._step(self.config.bridge, 1.0, step)
+        return self._full()
+
+    def _copy(self) -> None:
+        recent: list[float] = []
+        for step in range(self.config.copy.steps):
+            recent = [*recent[-9:], self._step(self.config.copy, min(1.0, (step + 1) / 20), step)]
+            if len(recent) == 10 and sum(recent) / 10 > self.config.copied:
+                log.info("copying is learnt after %d steps, %.0f s", step + 1, time.monotonic() - self.started)
+                return
+        raise RuntimeError(f"copying was not learnt in {self.config.copy.steps} steps (right words {recent[-1]:.2f})")
+
+    def _full(self) -> Probe:
+        phase = self.config.full
+        for step in range(phase.steps):
+            self._step(phase, min(1.0, (step + 1) / 10) * (1 - 0.8 * step / phase.steps), step)
+            if step % self.config.probe_every == self.config.probe_every - 1:
+                probe = self.probe()
+                log.info("full prompt, step %d: %s, %.0f s", step + 1, probe, time.monotonic() - self.started)
+                if probe.word >= self.config.stop_word and probe.form >= self.config.stop_format:
+                    return probe
+        raise RuntimeError(f"the warm start missed its marks after {phase.steps} steps: {probe}")
+
+    def _step(self, phase: Phase, scale: float, step: int) -> float:
+        """One optimiser step; returns the share of right words."""
+        for group in self.adam.param_groups:
+            group["lr"] = phase.learning_rate * scale
+        for group in self.muon.param_groups:
+            group["lr"] = phase.learning_rate * scale * self.config.muon_ratio
+        logprobs, kinds, _ = token_logprobs(self.model, self._prefix(phase), self._batch(phase))
+        words, form = logprobs[kinds == 2], logprobs[kinds == 1]
+        loss = -form.mean() - words.mean()
+        self.model.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        self.muon.step()
+        self.adam.step()
+        right = float((words.detach().exp() > 0.5).float().mean())
+        if step % 20 == 0:
+            log.info("step %d: format %.4f, word %.3f, right %.2f", step, -form.mean().item(), -words.mean().item(), right)
+        return right
+
+    def _prefix(self, phase: Phase) -> list[int]:
+        ids = self.renderer.prompt_ids
+        return ids if phase.prefix is None else ids[-self.rng.randint(*phase.prefix) :]
+
+    def _batch(self, phase: Phase) -> list[Example]:
+        examples = []
+        for _ in range(phase.batch):
+            task = draw_task(self.rng, "train")
+            if phase.words_only:
+                commands: tuple[str, ...] = (f"{WRITE} {task.answer} > answer.txt",)
+            else:
+                commands = self.config.teacher.plan(task)
+            examples.append(self.renderer.example(task, commands, phase.words_only))
+        return examples
+
+    @torch.no_grad()
+    def probe(self) -> Probe:
+        """Teacher-forced probabilities on held-out tasks that act once."""
+        rows = [self.renderer.example(t, (f"{WRITE} {t.answer} > answer.txt",)) for t in self.held_out]
+        logprobs, kinds, owner = token_logprobs(self.model, self.renderer.prompt_ids, rows)
+        first = torch.cat([torch.ones(1, dtype=torch.bool), owner[1:] != owner[:-1]])
+        # the first token decides whether to act; the second turn may look or stop, so only the first call's form counts
+        call = torch.zeros_like(first)
+        for row in range(len(rows)):
+            tokens = (owner == row).nonzero()[:, 0]
+            call[tokens[1 : self._call_length(rows[row])]] = True
+        form = torch.zeros(len(rows)).index_add_(0, owner[call & (kinds == 1)], logprobs[call & (kinds == 1)])
+        return Probe(
+            act=float(logprobs[first].exp().mean()),
+            word=float(logprobs[kinds == 2].exp().mean()),
+            form=float(form.exp().mean()),
+        )
+
+    def _call_length(self, example: Example) -> int:
+        end = self.renderer.tokenizer.convert_tokens_to_ids(TURN_END)
+        targets = [token for token, kind in zip(example.ids, example.kinds, strict=True) if kind]
+        return targets.index(end) + 1
+
+
+def warm_start(config: SftConfig, recordings: list[Recording], out: Path) -> Probe:
+    """Make the tokenizer and the model, train, check and write the checkpoint to ``out``."""
+    torch.set_num_threads(config.threads)
+    tokenizer = train_tokenizer(tokenizer_texts(recordings[0], config.seed), config.shape.vocab)
+    renderer = Renderer(tokenizer, recordings[0])
+    renderer.check(recordings, config.teacher)
+    model = build_model(tokenizer, config.shape, config.seed)
+    log.info("prompt %d tokens, %d recorded requests match", len(renderer.prompt_ids), len(recordings))
+    trainer = WarmStart(config, renderer, model)
+    probe = trainer.run()
+    save_checkpoint(model, tokenizer, out)
+    log.info("wrote %s: %s, expected pass rate %.2f", out, probe, probe.expected_pass)
+    return probe
+
+
+def main() -> None:
+    """``python -m pipeline.stages.sft --out DIR``."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--recordings", type=Path, default=RECORDINGS)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--threads", type=int, default=2)
+    arguments = parser.parse_args()
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    config = SftConfig(seed=arguments.seed, threads=arguments.threads)
+    warm_start(config, read_recordings(arguments.recordings), arguments.out)
+
+
+RECORDINGS = Path(__file__).parents[1] / "assets" / "teacher" / "pi.parquet"
+
+if __name__ == "__main__":
+    main()
