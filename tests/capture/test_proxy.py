@@ -1,0 +1,354 @@
+"""The proxy end to end: real shard processes and sockets, a scripted engine."""
+
+from __future__ import annotations
+
+import asyncio
+import gzip
+import json
+import os
+import signal
+import socket
+import time
+
+import httpx
+import numpy as np
+import pytest
+import zstandard
+from conftest import BASH, Proxies, events, eventually
+from scripted_engine import END, WINDOW, Scripted, call_text, logprob, render
+
+from pipeline.capture.rows import rows
+from pipeline.capture.supervisor import CaptureError
+from pipeline.records import PolicyVersion
+
+USER = [{"role": "user", "content": "hello"}]
+
+
+def _deaf_client(port: int, body: dict[str, object]) -> socket.socket:
+    """A client that sends a request and never reads."""
+    client = socket.socket()
+    client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
+    client.connect(("127.0.0.1", port))
+    data = json.dumps(body).encode()
+    head = f"POST /chat/completions HTTP/1.1\r\nauthorization: Bearer k\r\ncontent-length: {len(data)}\r\n\r\n"
+    client.sendall(head.encode() + data)
+    return client
+
+
+async def _status_of_a_huge_body(port: int) -> int:
+    """The reply to the head of a request whose body is too large to send."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.write(b"POST /chat/completions HTTP/1.1\r\nauthorization: Bearer k\r\ncontent-length: 99999999999\r\n\r\n")
+    status = int((await reader.readline()).split()[1])
+    writer.close()
+    return status
+
+
+def test_an_answer_is_captured_as_it_was_sampled(proxies: Proxies) -> None:
+    async def run() -> None:
+        async with proxies.run() as proxy, proxy.session("key-1", temperature=0.7, max_tokens=50) as harness:
+            await proxy.supervisor.set_policy_version(PolicyVersion(1, 3))
+            proxy.engine.script.append(Scripted("hi there"))
+            reply = (await harness.ask(USER, temperature=0.1, top_p=0.2, stop=["t"], seed=5)).json()
+            assert reply["choices"][0]["message"]["content"] == "hi there"
+            assert reply["choices"][0]["finish_reason"] == "stop"
+            prompt = render(USER)
+            total = len(prompt) + 9
+            assert (reply["usage"]["prompt_tokens"], reply["usage"]["total_tokens"]) == (len(prompt), total)
+            sent = proxy.engine.generated[0]
+            assert sent["cache_salt"] == "1.3"
+            assert sent["sampling_params"]["temperature"] == 0.7
+            assert (sent["sampling_params"]["top_p"], sent["sampling_params"]["top_k"]) == (1.0, 0)
+            assert sent["sampling_params"]["max_tokens"] == 50
+            assert "seed" not in sent["sampling_params"] and "stop" not in sent["sampling_params"]
+            trace = await proxy.supervisor.close_session("key-1")
+        (call,) = trace.calls
+        assert call.prompt_ids.tolist() == prompt
+        assert call.sampled_ids.tolist() == [*b"hi there", END]
+        assert np.array_equal(call.logprobs, np.array([logprob(i) for i in range(9)], np.float32))
+        assert call.versions[0].version == PolicyVersion(1, 3)
+        assert call.delivered and call.trainable and not call.malformed and trace.dialect == "chat"
+
+    asyncio.run(run())
+
+
+def test_a_stream_carries_text_calls_usage_and_end(proxies: Proxies) -> None:
+    async def run() -> None:
+        async with proxies.run() as proxy, proxy.session("k") as harness:
+            proxy.engine.script.append(
+                Scripted("look: " + call_text("bash", {"c": "ls"}) + call_text("bash", {"c": "pwd"}))
+            )
+            reply = await harness.ask(USER, tools=[BASH], stream=True, stream_options={"include_usage": True})
+            assert reply.headers["content-type"] == "text/event-stream"
+            chunks = events(reply.text)
+            deltas = [choice["delta"] for chunk in chunks for choice in chunk["choices"]]
+            assert deltas[0]["role"] == "assistant"
+            assert "".join(delta.get("content", "") for delta in deltas) == "look: "
+            calls = [call for delta in deltas for call in delta.get("tool_calls", ())]
+            assert [call["index"] for call in calls] == [0, 1]
+            assert [json.loads(call["function"]["arguments"])["c"] for call in calls] == ["ls", "pwd"]
+            assert [call["id"].rsplit("_", 1)[1] for call in calls] == ["1", "2"]
+            assert [chunk["choices"][0]["finish_reason"] for chunk in chunks if chunk["choices"]][-1] == "tool_calls"
+            assert chunks[-1]["choices"] == [] and chunks[-1]["usage"]["prompt_tokens"] == len(render(USER))
+            trace = await proxy.supervisor.close_session("k")
+            assert trace.calls[0].tool_calls == 2
+
+    asyncio.run(run())
+
+
+def test_a_tool_turn_extends_its_parent(proxies: Proxies) -> None:
+    async def run() -> None:
+        async with proxies.run() as proxy, proxy.session("k") as harness:
+            proxy.engine.script += [Scripted(call_text("bash", {"c": "ls"})), Scripted("done")]
+            answer = await harness.message(USER, tools=[BASH])
+            result = {"role": "tool", "tool_call_id": answer["tool_calls"][0]["id"], "content": None}
+            await harness.message([*USER, answer, result], tools=[BASH])
+            trace = await proxy.supervisor.close_session("k")
+        assert [call.parent for call in trace.calls] == [None, 0]
+        (row,) = rows(trace)
+        assert row.trained_tokens == sum(len(call.sampled_ids) for call in trace.calls)
+
+    asyncio.run(run())
+
+
+def test_only_the_sessions_own_key_is_known_on_its_listener(proxies: Proxies) -> None:
+    async def run() -> None:
+        async with proxies.run(shards=2) as proxy, proxy.session("one") as one, proxy.session("two") as two:
+            one.key, two.key = two.key, one.key
+            replies = await asyncio.gather(one.ask(USER), two.ask(USER), one.http.get("/v1/models"))
+            assert [reply.status_code for reply in replies] == [401, 401, 401]
+            assert replies[0].json()["error"]["code"] == "invalid_api_key"
+            bad_json = await one.http.post("/v1/chat/completions", content=b"{", headers={"authorization": "Bearer x"})
+            assert bad_json.status_code == 401  # before parsing
+            assert proxy.engine.rendered == []
+
+    asyncio.run(run())
+
+
+def test_bad_requests_get_the_dialects_errors(proxies: Proxies) -> None:
+    async def run() -> None:
+        async with proxies.run() as proxy, proxy.session("k") as harness:
+            headers = {"authorization": "Bearer k"}
+            post = harness.http.post
+            assert (await post("/chat/completions", content=b"{", headers=headers)).status_code == 400
+            assert (await post("/chat/completions", json=[], headers=headers)).status_code == 400
+            assert (await post("/nowhere", json={}, headers=headers)).status_code == 404
+            assert (await harness.ask([])).status_code == 400
+            assert (await harness.ask(USER, max_tokens="many")).status_code == 400
+            assert await _status_of_a_huge_body(harness.http.base_url.port) == 413
+            full = await harness.ask([{"role": "user", "content": "x" * WINDOW}])
+            assert full.status_code == 400 and full.json()["error"]["code"] == "context_length_exceeded"
+            trace = await proxy.supervisor.close_session("k")
+            assert trace.calls == () and trace.counters["context_full"] == 1
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize(("encoding", "pack"), [("gzip", gzip.compress), ("zstd", zstandard.compress)])
+def test_compressed_bodies_are_read(proxies: Proxies, encoding: str, pack: object) -> None:
+    async def run() -> None:
+        async with proxies.run() as proxy, proxy.session("k") as harness:
+            assert callable(pack)
+            body = pack(json.dumps({"model": "m", "messages": USER}).encode())
+            headers = {"authorization": "Bearer k", "content-encoding": encoding}
+            reply = await harness.http.post("/chat/completions", content=body, headers=headers)
+            assert reply.json()["choices"][0]["message"]["content"] == "ok"
+            headers["content-encoding"] = "br"
+            assert (await harness.http.post("/chat/completions", content=body, headers=headers)).status_code == 400
+
+    asyncio.run(run())
+
+
+def test_max_tokens_is_the_least_of_policy_wish_and_room(proxies: Proxies) -> None:
+    async def run() -> None:
+        async with proxies.run() as proxy, proxy.session("k", max_tokens=100) as harness:
+            await harness.ask(USER, max_tokens=7)
+            await harness.ask(USER, max_completion_tokens=700)
+            await harness.ask([{"role": "user", "content": "x" * (WINDOW - 13)}])
+            asked = [body["sampling_params"]["max_tokens"] for body in proxy.engine.generated]
+            assert asked == [7, 100, 10]
+
+    asyncio.run(run())
+
+
+def test_a_client_that_leaves_aborts_its_call(proxies: Proxies) -> None:
+    async def run() -> None:
+        async with proxies.run() as proxy, proxy.session("k") as harness:
+            for stream in (False, True):
+                proxy.engine.script.append(Scripted("slow", delay_s=20))
+                with pytest.raises(httpx.ReadTimeout):
+                    body = {"messages": USER, "stream": stream}
+                    headers = {"authorization": "Bearer k"}
+                    await harness.http.post("/chat/completions", json=body, headers=headers, timeout=0.3)
+            await eventually(lambda: proxy.engine.aborted == 2 and not proxy.engine.running, "the aborts")
+            assert (await harness.message(USER))["content"] == "ok"
+            trace = await proxy.supervisor.close_session("k")
+            assert trace.counters["aborted"] == 2 and len(trace.calls) == 1
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("shard_dies", [False, True])
+def test_a_retry_of_an_undelivered_answer_gets_it(proxies: Proxies, shard_dies: bool) -> None:
+    """The client reads nothing, so most of a long answer stays in the proxy; then the client or the shard goes."""
+
+    async def run() -> None:
+        async with proxies.run() as proxy, proxy.session("k", send_buffer=4096, max_tokens=10**5) as harness:
+            proxy.engine.script += [Scripted("a" * 90_000), Scripted("another")]
+            deaf = _deaf_client(harness.http.base_url.port, {"messages": USER})
+            journal = proxies.directory / "shard-0.journal"
+            await eventually(lambda: journal.stat().st_size > 90_000, "the journalled answer")
+            if shard_dies:
+                os.kill(proxy.pids()[0], signal.SIGKILL)
+            else:
+                await asyncio.sleep(0.2)
+            deaf.close()
+            await asyncio.sleep(0.2)
+            assert (await harness.message(USER))["content"] == "a" * 90_000
+            assert len(proxy.engine.generated) == 1
+            assert (await harness.message(USER))["content"] == "another"  # delivered now: a retry is a new sample
+            trace = await proxy.supervisor.close_session("k")
+            assert [call.delivered for call in trace.calls] == [True, True]
+            assert trace.counters == {"redelivered": 1}
+
+    asyncio.run(run())
+
+
+def test_an_answer_that_nobody_read_is_not_trained(proxies: Proxies) -> None:
+    async def run() -> None:
+        async with proxies.run() as proxy, proxy.session("k", send_buffer=4096, max_tokens=10**5) as harness:
+            proxy.engine.script.append(Scripted("a" * 90_000))
+            deaf = _deaf_client(harness.http.base_url.port, {"messages": USER})
+            journal = proxies.directory / "shard-0.journal"
+            await eventually(lambda: journal.stat().st_size > 90_000, "the journalled answer")
+            deaf.close()
+            trace = await proxy.supervisor.close_session("k")
+            assert [call.delivered for call in trace.calls] == [False]
+            assert rows(trace) == ()
+
+    asyncio.run(run())
+
+
+def test_sigkill_of_a_shard_keeps_the_session(proxies: Proxies) -> None:
+    async def run() -> None:
+        async with proxies.run(shards=2) as proxy, proxy.session("one") as one, proxy.session("two") as two:
+            await proxy.supervisor.set_policy_version(PolicyVersion(2, 7))
+            proxy.engine.script += [Scripted("first"), Scripted("first")]
+            answers = await asyncio.gather(one.message(USER), two.message(USER))
+            old = proxy.pids()
+            for pid in old:
+                os.kill(pid, signal.SIGKILL)
+            more = [[*USER, answer, {"role": "user", "content": "go on"}] for answer in answers]
+            await asyncio.gather(one.insist(more[0]), two.insist(more[1]))
+            assert proxy.engine.generated[-1]["cache_salt"] == "2.7"
+            assert not set(old) & set(proxy.pids())
+            traces = [await proxy.supervisor.close_session(key) for key in ("one", "two")]
+        for trace in traces:
+            assert trace.calls[0].sampled_ids.tolist() == [*b"first", END]
+            assert trace.calls[1].parent == 0
+            assert len(rows(trace)) == 1 and all(call.delivered for call in trace.calls)
+
+    asyncio.run(run())
+
+
+def test_a_call_in_flight_survives_the_engines_death(proxies: Proxies) -> None:
+    async def run() -> None:
+        async with proxies.run() as proxy, proxy.session("k") as harness:
+            proxy.engine.script += [Scripted(drop=True), Scripted(status=500), Scripted(finish="abort"), Scripted("up")]
+            assert (await harness.message(USER))["content"] == "up"
+            await proxy.engine.stop()
+            waiting = asyncio.create_task(harness.message([*USER, *USER]))
+            await asyncio.sleep(0.5)
+            await proxy.engine.start()
+            assert (await waiting)["content"] == "ok"
+            trace = await proxy.supervisor.close_session("k")
+            assert len(trace.calls) == 2
+
+    asyncio.run(run())
+
+
+def test_an_outage_ends_in_503_with_retry_after(proxies: Proxies) -> None:
+    async def run() -> None:
+        async with proxies.run(outage_s=0.3) as proxy, proxy.session("k", max_calls=1) as harness:
+            proxy.engine.script += [Scripted(status=500) for _ in range(9)]
+            reply = await harness.ask(USER)
+            assert reply.status_code == 503 and int(reply.headers["retry-after"]) > 0
+            proxy.engine.script.clear()
+            assert (await harness.ask(USER)).status_code == 200  # the failed call cost no budget
+
+    asyncio.run(run())
+
+
+def test_a_sample_that_started_under_newer_weights_is_drawn_again(proxies: Proxies) -> None:
+    async def run() -> None:
+        async with proxies.run() as proxy, proxy.session("k") as harness:
+            await proxy.supervisor.set_policy_version(PolicyVersion(1, 1))
+            proxy.engine.version = "1.2"
+            proxy.engine.script += [Scripted("stale blocks"), Scripted("fresh")]
+            assert (await harness.message(USER))["content"] == "fresh"
+            assert [body["cache_salt"] for body in proxy.engine.generated] == ["1.1", "1.2"]
+            trace = await proxy.supervisor.close_session("k")
+            assert [call.version for call in trace.calls] == [PolicyVersion(1, 2)]
+            assert trace.counters == {"resampled": 1}
+
+    asyncio.run(run())
+
+
+def test_the_budget_ends_in_a_clear_error(proxies: Proxies) -> None:
+    async def run() -> None:
+        async with proxies.run() as proxy, proxy.session("k", max_calls=2) as harness:
+            replies = [await harness.ask([*USER * (n + 1)]) for n in range(4)]
+            assert [reply.status_code for reply in replies] == [200, 200, 400, 400]
+            assert replies[-1].json()["error"]["code"] == "call_budget_exceeded"
+            trace = await proxy.supervisor.close_session("k")
+            assert len(trace.calls) == 2 and trace.counters["over_budget"] == 2
+
+    asyncio.run(run())
+
+
+def test_malformed_and_forced_answers_are_marked(proxies: Proxies) -> None:
+    async def run() -> None:
+        async with proxies.run() as proxy, proxy.session("k") as harness:
+            proxy.engine.script += [Scripted("<tool_call>{oops</tool_call>"), Scripted("fine"), Scripted("{}")]
+            await harness.message(USER, tools=[BASH])
+            await harness.message(USER, tools=[BASH], tool_choice="required")
+            await harness.message(USER, response_format={"type": "json_object"})
+            assert proxy.engine.rendered[1]["tool_choice"] == "required"
+            assert proxy.engine.rendered[2]["response_format"] == {"type": "json_object"}
+            trace = await proxy.supervisor.close_session("k")
+            assert [call.malformed for call in trace.calls] == [True, False, False]
+            assert [call.trainable for call in trace.calls] == [True, False, False]
+
+    asyncio.run(run())
+
+
+def test_an_empty_answer_is_delivered_and_captured(proxies: Proxies) -> None:
+    async def run() -> None:
+        async with proxies.run() as proxy, proxy.session("k") as harness:
+            proxy.engine.script.append(Scripted(""))
+            assert (await harness.message(USER))["content"] == ""
+            trace = await proxy.supervisor.close_session("k")
+            assert trace.calls[0].sampled_ids.tolist() == [END]
+
+    asyncio.run(run())
+
+
+def test_sessions_close_and_their_listeners_with_them(proxies: Proxies) -> None:
+    async def run() -> None:
+        async with proxies.run() as proxy, proxy.session("k") as harness:
+            proxy.engine.script.append(Scripted("slow", delay_s=20))
+            waiting = asyncio.create_task(harness.ask(USER))
+            await eventually(lambda: proxy.engine.running == 1, "the call")
+            started = time.monotonic()
+            trace = await proxy.supervisor.close_session("k")
+            assert time.monotonic() - started < 3
+            assert trace.counters["aborted"] == 1
+            with pytest.raises(httpx.HTTPError):
+                await waiting
+            with pytest.raises(httpx.ConnectError):
+                await harness.ask(USER)
+            with pytest.raises(CaptureError):
+                await proxy.supervisor.close_session("k")
+            assert proxy.supervisor.stats()["open_sessions"] == 0
+
+    asyncio.run(run())
