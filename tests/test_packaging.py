@@ -157,7 +157,7 @@ def test_the_direction_check_sees_a_wrong_import(module: str, line: str, wrong: 
     assert bool(wrong_way(module, line)) is wrong
 
 
-@pytest.mark.parametrize("module", modules())
+@pytest.mark.parametrize("module", [name for name in modules() if path_of(name).read_text().strip()])
 def test_every_module_says_what_it_is_for(module: str) -> None:
     assert ast.get_docstring(ast.parse(path_of(module).read_text())), f"{module} has no docstring"
 
