@@ -129,6 +129,8 @@ def _on_phase(state: _State, event: Event) -> str | None:
 
 
 def _on_update(state: _State, event: Event) -> str:
+    if event["update"] <= state.update:  # a new attempt went back to its checkpoint
+        state.ticks.clear()
     state.update = event["update"]
     state.metrics = dict(event["metrics"])
     state.ticks.append((time.monotonic(), state.update))
@@ -182,7 +184,7 @@ def _update_line(state: _State) -> str:
 
 
 def _view(state: _State, console_width: int) -> RenderableType:
-    parts: list[RenderableType] = [_updates_bar(state), _figures_line(state)]
+    parts: list[RenderableType] = [_bars(state), _figures_line(state)]
     if state.harnesses:
         parts.append(_harness_table(state))
     if state.errors:
@@ -191,7 +193,7 @@ def _view(state: _State, console_width: int) -> RenderableType:
     elapsed = _clock(time.monotonic() - state.started)
     return Panel(
         Group(*parts),
-        title=f"yoke · {_phase_text(state)}",
+        title=f"yoke · {state.phase}",
         subtitle=elapsed,
         title_align="left",
         width=min(WIDTH, console_width),
@@ -202,15 +204,18 @@ def _phase_text(state: _State) -> str:
     return state.phase if state.phase_total is None else f"{state.phase} {state.phase_done}/{state.phase_total}"
 
 
-def _updates_bar(state: _State) -> Table:
+def _bars(state: _State) -> Table:
     grid = Table.grid(padding=(0, 1))
     left = state.seconds_left()
-    grid.add_row(
-        Text(f"update {state.update}/{state.total_updates}", style="bold"),
-        ProgressBar(total=max(1, state.total_updates), completed=state.update, width=40),
-        Text("" if left is None else f"{_clock(left)} left"),
-    )
+    _bar(grid, "updates", state.update, state.total_updates, "" if left is None else f"{_clock(left)} left")
+    if state.phase_total is not None:
+        _bar(grid, state.phase, state.phase_done or 0, state.phase_total)
     return grid
+
+
+def _bar(grid: Table, name: str, done: int, total: int, note: str = "") -> None:
+    bar = ProgressBar(total=max(1, total), completed=done, width=40)
+    grid.add_row(Text(f"{name} {done}/{total}", style="bold"), bar, Text(note))
 
 
 def _figures_line(state: _State) -> Text:

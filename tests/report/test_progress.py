@@ -116,11 +116,31 @@ def test_the_live_view_shows_everything(clock: Clock, monkeypatch: pytest.Monkey
         stream.truncate(0)
         progress._live.refresh()
         shown = stream.getvalue()
-    for text in ("training", "update 6/24", "3:00 left", "in flight 17", "900 tok/s", "stale 0.5", "queue 2"):
+    for text in ("yoke · training", "updates 6/24", "3:00 left", "in flight 17", "900 tok/s", "stale 0.5", "queue 2"):
         assert text in shown
     for text in ("pi", "50%", "0.500", "errors: 1", "sandbox of g-1 lost"):
         assert text in shown
     assert "second line" not in shown
+
+
+def test_an_evaluation_has_its_own_bar(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "110")
+    stream = Terminal()
+    with Progress(24, stream=stream) as progress:
+        progress.event({"kind": "phase", "name": "evaluate_after", "done": 7, "total": 50, "number": 3})
+        stream.truncate(0)
+        progress._live.refresh()
+        assert "evaluate_after 7/50" in stream.getvalue()
+
+
+def test_the_time_left_is_not_judged_across_a_rollback(clock: Clock) -> None:
+    stream = io.StringIO()
+    with Progress(24, stream=stream) as progress:
+        for update in (7, 8, 5, 6):
+            progress.event({"kind": "update", "update": update, "metrics": {}})
+            clock.now += 10.0
+    lefts = [line.partition("left ")[2] for line in stream.getvalue().splitlines()]
+    assert lefts == ["", "2:40", "", "3:00"]
 
 
 def test_events_may_come_from_several_threads() -> None:
