@@ -66,6 +66,7 @@ class Coordinator:
     def methods(self) -> dict[str, Any]:
         return {
             "register": self.register,
+            "unregister": self.unregister,
             "lease": self.lease,
             "close": self.close,
             "heartbeat": self.heartbeat,
@@ -79,6 +80,12 @@ class Coordinator:
         with self._changed:
             self.engines[engine] = Engine(engine, url, control_url, seen=time.monotonic())
             self._changed.notify_all()
+        return {}
+
+    def unregister(self, engine: str) -> dict[str, Any]:
+        """An engine rank's vLLM is down. It keeps its groups; it gets no weights and no new groups until it registers."""
+        with self._changed:
+            self.engines.pop(engine, None)
         return {}
 
     def heartbeat(self, engine: str, stats: dict[str, Any]) -> dict[str, Any]:
@@ -200,6 +207,12 @@ class Coordinator:
         with self._changed:
             engine.weights = version
             self._changed.notify_all()
+
+    def drop_engine(self, engine: Engine) -> None:
+        """The weights of ``engine`` are in doubt: it counts as down, unless it has registered anew meanwhile."""
+        with self._changed:
+            if self.engines.get(engine.name) is engine:
+                del self.engines[engine.name]
 
     def unsynced(self, version: str) -> list[Engine]:
         """Engine ranks that do not serve ``version`` yet."""

@@ -51,6 +51,7 @@ class EngineRank:
         self.in_flight = 0
         self.tokens: list[tuple[float, int]] = []
         self.restarts = 0
+        self.starting = True
         self.stopping = asyncio.Event()
         self.failure: BaseException | None = None
 
@@ -95,9 +96,11 @@ class EngineRank:
         )
 
     async def _start_engine(self) -> None:
+        self.starting = True
         self.server.start(self.config.model.path)
         await asyncio.to_thread(self.server.wait_ready, self.config.engine.start_timeout_s)
         await asyncio.to_thread(self.server.warm_up)
+        self.starting = False
 
     async def _register(self) -> None:
         await self._call("register", url=self.server.url, control_url=self.control.url)
@@ -113,7 +116,8 @@ class EngineRank:
 
     def _restart_engine(self) -> dict[str, Any]:
         """RPC from the trainer after a sync that failed half-way: the watcher starts vLLM again."""
-        self.server.stop()
+        if not self.starting:
+            self.server.stop()
         return {}
 
     async def _serve(self) -> None:
@@ -258,6 +262,8 @@ class EngineRank:
             if self.restarts > self.config.engine.max_restarts:
                 raise RuntimeError(f"vLLM died {self.restarts} times; its log: {self.server.log_path}")
             log.warning("vLLM is dead, starting it again (%d)", self.restarts)
+            self.starting = True
+            await self._call("unregister")
             await asyncio.to_thread(self.server.stop)
             await self._start_engine()
             await self._register()

@@ -205,8 +205,8 @@ class TrainerRank:
             transfer.close()
 
     def _restart(self, engine: Engine) -> None:
-        """A failed sync leaves an engine in doubt: its rank starts vLLM again and registers anew."""
-        self.coordinator.set_weights(engine, "")
+        """A failed sync leaves an engine in doubt: its rank starts vLLM again, unless it is doing so, and registers anew."""
+        self.coordinator.drop_engine(engine)
         control = RpcClient(engine.control_url, self._token())
         try:
             control.call("restart_engine", 30.0)
@@ -233,7 +233,9 @@ class TrainerRank:
         coverage = cells.coverage()
         values = evaluation_metrics(cells.records(), coverage.planned)
         self.metrics.log(self.flow.state.update, values)
-        text = f"evaluation {label}: pass@1 {values.get('eval/pass@1', 0.0):.1%}, {coverage.graded} of {coverage.planned}"
+        text = (
+            f"evaluation {label}: pass@1 {values.get('eval/pass@1', 0.0):.1%}, {coverage.graded} of {coverage.planned}"
+        )
         self.coordinator.emit("message", text=text + " rollouts graded")
 
     def _work_through(self, cells: Cells) -> None:

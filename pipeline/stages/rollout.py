@@ -143,8 +143,10 @@ class _Done:
         """Why this rollout must not be graded; empty when the harness itself is answerable for it."""
         assert self.exit is not None
         delivered = sum(call.delivered for call in self.trace.calls)
-        if self.trace.counters.get("upstream_failures", 0):
+        if self.trace.counters.get("engine_failures", 0):
             return "the engine did not answer"
+        if self.exit.returncode is not None and self.exit.returncode < 0:
+            return f"the sandbox was killed from outside (signal {-self.exit.returncode})"
         if not delivered and not self.trace.counters.get("over_budget", 0):
             return f"the harness got no answer (exit {self.exit.returncode}): {self.output[-200:]}"
         return ""
