@@ -148,7 +148,7 @@ class SessionApp:
         else:
             request = dialect.parse(_object(await exchange.body()))
             if action is Action.COUNT_TOKENS:
-                await exchange.reply(200, {"input_tokens": await self._turns.prompt_tokens(request)})
+                await exchange.reply(200, dialect.token_count(await self._turns.prompt_tokens(request)))
             else:
                 await self._turn(dialect, request, exchange)
 

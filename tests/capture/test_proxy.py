@@ -197,11 +197,10 @@ def test_a_retry_of_an_undelivered_answer_gets_it(proxies: Proxies, shard_dies: 
             proxy.engine.script += [Scripted("a" * 90_000), Scripted("another")]
             deaf = _deaf_client(harness.http.base_url.port, {"messages": USER})
             journal = proxies.directory / "shard-0.journal"
-            await eventually(lambda: journal.stat().st_size > 90_000, "the journalled answer")
+            await eventually(lambda: journal.stat().st_size > 810_000, "the journalled answer")
+            await asyncio.sleep(0.2)
             if shard_dies:
                 os.kill(proxy.pids()[0], signal.SIGKILL)
-            else:
-                await asyncio.sleep(0.2)
             deaf.close()
             await asyncio.sleep(0.2)
             assert (await harness.message(USER))["content"] == "a" * 90_000
@@ -220,7 +219,7 @@ def test_an_answer_that_nobody_read_is_not_trained(proxies: Proxies) -> None:
             proxy.engine.script.append(Scripted("a" * 90_000))
             deaf = _deaf_client(harness.http.base_url.port, {"messages": USER})
             journal = proxies.directory / "shard-0.journal"
-            await eventually(lambda: journal.stat().st_size > 90_000, "the journalled answer")
+            await eventually(lambda: journal.stat().st_size > 810_000, "the journalled answer")
             deaf.close()
             trace = await proxy.supervisor.close_session("k")
             assert [call.delivered for call in trace.calls] == [False]

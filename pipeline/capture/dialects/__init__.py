@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from pipeline.capture.dialects.anthropic import Anthropic
 from pipeline.capture.dialects.base import Dialect, Route
 from pipeline.capture.dialects.chat import Chat
 
-DIALECTS: tuple[Dialect, ...] = (Chat(),)
+DIALECTS: tuple[Dialect, ...] = (Chat(), Anthropic())
 
 
 def find(method: str, path: str) -> tuple[Dialect, Route | None]:

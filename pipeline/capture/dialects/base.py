@@ -163,6 +163,10 @@ class Dialect(ABC):
     def stream_error(self, error: ApiError) -> bytes:
         """The event that ends a stream whose headers are already out."""
 
+    def token_count(self, count: int) -> dict[str, Any]:
+        """The body that answers a request to count tokens."""
+        return {"input_tokens": count}
+
     def models(self, model: str) -> dict[str, Any]:
         """The body of a model list."""
         return {"object": "list", "data": [{"id": model, "object": "model", "created": 0, "owned_by": "yoke"}]}

@@ -1,0 +1,136 @@
+"""Dialects as their own SDKs see them, over the running proxy."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import anthropic
+import openai
+import pytest
+from conftest import BASH, Harness, Proxies
+from scripted_engine import Scripted, call_text, render
+
+from pipeline.capture.dialects.anthropic import Anthropic
+from pipeline.capture.dialects.base import ApiError
+
+USER: list[Any] = [{"role": "user", "content": "hello"}]
+TOOL = {"name": "bash", "description": "run", "input_schema": {"type": "object"}}
+
+
+def openai_client(harness: Harness) -> openai.AsyncOpenAI:
+    return openai.AsyncOpenAI(base_url=str(harness.http.base_url.join("/v1")), api_key=harness.key, max_retries=0)
+
+
+def anthropic_client(harness: Harness) -> anthropic.AsyncAnthropic:
+    return anthropic.AsyncAnthropic(base_url=str(harness.http.base_url), api_key=harness.key, max_retries=0)
+
+
+def test_openai_sdk_reads_streams_answers_and_errors(proxies: Proxies) -> None:
+    async def run() -> None:
+        async with proxies.run() as proxy, proxy.session("k", max_calls=2) as harness:
+            client = openai_client(harness)
+            proxy.engine.script += [Scripted("see " + call_text("bash", {"c": "ls"})), Scripted("cut", finish="length")]
+            tools: Any = [BASH]
+            async with client.chat.completions.stream(model="m", messages=USER, tools=tools) as stream:
+                completion = await stream.get_final_completion()
+            choice = completion.choices[0]
+            assert (choice.message.content, choice.finish_reason) == ("see ", "tool_calls")
+            assert choice.message.tool_calls and choice.message.tool_calls[0].function.name == "bash"
+            plain = await client.chat.completions.create(model="m", messages=USER)
+            assert (plain.choices[0].message.content, plain.choices[0].finish_reason) == ("cut", "length")
+            with pytest.raises(openai.BadRequestError, match="budget"):
+                await client.chat.completions.create(model="m", messages=USER)
+            assert [model.id async for model in client.models.list()] == ["policy"]
+
+    asyncio.run(run())
+
+
+def test_anthropic_sdk_reads_streams_answers_and_errors(proxies: Proxies) -> None:
+    async def run() -> None:
+        async with proxies.run() as proxy, proxy.session("k", max_calls=2) as harness:
+            client = anthropic_client(harness)
+            proxy.engine.script += [Scripted("see " + call_text("bash", {"c": "ls"})), Scripted("done")]
+            tools: Any = [TOOL]
+            async with client.messages.stream(model="m", max_tokens=99, messages=USER, tools=tools) as stream:
+                first = await stream.get_final_message()
+            text, call = first.content
+            assert (text.type, call.type, first.stop_reason) == ("text", "tool_use", "tool_use")
+            assert call.type == "tool_use" and call.input == {"c": "ls"}
+            assert first.usage.input_tokens == len(render(USER))
+            history = [
+                *USER,
+                {"role": "assistant", "content": [block.model_dump() for block in first.content]},
+                {"role": "user", "content": [{"type": "tool_result", "tool_use_id": call.id, "content": "a.py"}]},
+            ]
+            count = await client.messages.count_tokens(model="m", messages=history, tools=tools)
+            second = await client.messages.create(model="m", max_tokens=99, messages=history, tools=tools)
+            assert second.stop_reason == "end_turn" and second.usage.input_tokens == count.input_tokens
+            with pytest.raises(anthropic.BadRequestError, match="budget"):
+                await client.messages.create(model="m", max_tokens=9, messages=USER)
+            client.api_key = "wrong"
+            with pytest.raises(anthropic.AuthenticationError):
+                await client.messages.create(model="m", max_tokens=9, messages=USER)
+            assert (await harness.http.head("/")).status_code == 200
+            assert (await harness.http.get("/api/hello")).status_code == 200
+            trace = await proxy.supervisor.close_session("k")
+            assert [call.parent for call in trace.calls] == [None, 0] and trace.dialect == "anthropic"
+
+    asyncio.run(run())
+
+
+def test_anthropic_blocks_become_canonical_messages() -> None:
+    request = Anthropic().parse(
+        {
+            "model": "m",
+            "system": [{"type": "text", "text": "x-anthropic-billing-header: 1"}, {"type": "text", "text": "be good"}],
+            "messages": [
+                {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},
+                {"role": "system", "content": "late"},
+                {
+                    "role": "assistant",
+                    "content": [
+                        {"type": "thinking", "thinking": "hm", "signature": ""},
+                        {"type": "tool_use", "id": "c1", "name": "bash", "input": {"c": "é"}},
+                    ],
+                },
+                {
+                    "role": "user",
+                    "content": [
+                        {"type": "tool_result", "tool_use_id": "c1", "content": [{"type": "text", "text": "out"}]},
+                        {"type": "text", "text": "go on"},
+                    ],
+                },
+            ],
+            "tools": [TOOL, {"type": "web_search_20250305", "name": "web_search"}],
+            "tool_choice": {"type": "any", "disable_parallel_tool_use": True},
+        }
+    )
+    call = {"id": "c1", "type": "function", "function": {"name": "bash", "arguments": '{"c":"é"}'}}
+    assert request.messages == [
+        {"role": "system", "content": "be good"},
+        {"role": "user", "content": "a\nb"},
+        {"role": "user", "content": "late"},
+        {"role": "assistant", "content": None, "tool_calls": [call], "reasoning": "hm"},
+        {"role": "tool", "tool_call_id": "c1", "content": "out"},
+        {"role": "user", "content": "go on"},
+    ]
+    assert request.tools and len(request.tools) == 1
+    assert request.forced and not request.parallel_tool_calls
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {},
+        {"messages": []},
+        {"messages": ["x"]},
+        {"messages": [{"role": "user", "content": 5}]},
+        {"messages": [{"role": "user", "content": [{"type": "image"}]}]},
+        {"messages": USER, "tool_choice": {"type": "?"}},
+        {"messages": USER, "max_tokens": -1},
+    ],
+)
+def test_anthropic_refuses_what_it_cannot_mean(body: dict[str, Any]) -> None:
+    with pytest.raises(ApiError):
+        Anthropic().parse(body)
