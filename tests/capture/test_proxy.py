@@ -8,7 +8,10 @@ import json
 import os
 import signal
 import socket
+import subprocess
+import sys
 import time
+from pathlib import Path
 
 import httpx
 import numpy as np
@@ -17,6 +20,7 @@ import zstandard
 from conftest import BASH, Proxies, events, eventually
 from scripted_engine import END, WINDOW, Scripted, call_text, logprob, render
 
+from pipeline.capture import supervisor as supervisor_module
 from pipeline.capture.rows import rows
 from pipeline.capture.supervisor import CaptureError
 from pipeline.records import PolicyVersion
@@ -351,3 +355,53 @@ def test_sessions_close_and_their_listeners_with_them(proxies: Proxies) -> None:
             assert proxy.supervisor.stats()["open_sessions"] == 0
 
     asyncio.run(run())
+
+
+def test_a_shard_that_hangs_is_replaced(proxies: Proxies, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(supervisor_module, "SILENT_S", 1.0)
+    monkeypatch.setattr(supervisor_module, "HEARTBEAT_S", 0.2)
+
+    async def run() -> None:
+        async with proxies.run() as proxy, proxy.session("k") as harness:
+            await harness.message(USER)
+            (hung,) = proxy.pids()
+            os.kill(hung, signal.SIGSTOP)
+            waiting = asyncio.create_task(harness.insist(USER))
+            await asyncio.wait_for(proxy.supervisor.set_policy_version(PolicyVersion(3, 0)), 20)
+            assert (await waiting)["content"] == "ok"
+            assert proxy.pids() != [hung] and proxy.supervisor.stats()["shard_restarts"] == 1
+            assert len((await proxy.supervisor.close_session("k")).calls) == 2
+
+    asyncio.run(run())
+
+
+ORPHANER = """
+import asyncio, os, sys
+from pathlib import Path
+from pipeline.capture.supervisor import ShardSupervisor
+
+async def run():
+    supervisor = ShardSupervisor("http://127.0.0.1:9", 2, Path(sys.argv[1]), "m")
+    await supervisor.start()
+    print(*[shard.pid for shard in supervisor._shards], flush=True)
+    os.kill(os.getpid(), 9)
+
+asyncio.run(run())
+"""
+
+
+def test_shards_end_with_their_parent(tmp_path: Path) -> None:
+    parent = subprocess.run([sys.executable, "-c", ORPHANER, str(tmp_path)], capture_output=True, text=True, timeout=60)
+    pids = [int(pid) for pid in parent.stdout.split()]
+    assert len(pids) == 2, parent.stderr
+
+    def gone(pid: int) -> bool:
+        try:
+            return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+        except FileNotFoundError:
+            return True
+
+    deadline = time.monotonic() + 10
+    while not all(map(gone, pids)):
+        assert time.monotonic() < deadline, "a shard outlived its parent"
+        time.sleep(0.05)
