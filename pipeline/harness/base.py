@@ -44,8 +44,8 @@ class HarnessRecipe:
 
     ``argv``, ``env`` and ``home_files`` (path below HOME → text, or an object written as JSON) are templates with
     ``$base_url`` (without /v1), ``$key``, ``$model``, ``$prompt``, ``$prefix`` (of the installation, inside) and
-    ``$node``. ``dialect`` is the model API that it speaks. ``warm_up`` says whether a trial run at installation fills the
-    compile cache at $prefix/compile-cache.
+    ``$node``. ``dialect`` is the model API that it speaks. ``warm_up``: a trial run at installation fills the compile
+    cache at $prefix/compile-cache.
     """
 
     name: str

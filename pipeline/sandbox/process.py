@@ -1,4 +1,4 @@
-"""A plain process, for machines without user namespaces: limits and a sure end, but NO isolation. Asked for by name only.
+"""A plain process, for machines without user namespaces: limits and a sure end, but NO isolation.
 
 Paths of the sandbox (/workspace, HOME, mounts) are replaced by the host's in arguments, environment and home files; a
 script that has such a path in its own text does not find it.
@@ -97,7 +97,7 @@ class ProcessSandbox:
         self._config = config
 
     async def launch(self, spec: SandboxSpec) -> RunningSandbox:
-        """See Sandbox.launch. The listener gets a free port of the host: 127.0.0.1:listen_port is replaced like a path."""
+        """See Sandbox.launch. The listener gets a free port, and 127.0.0.1:listen_port is replaced like a path."""
         held = ExitStack()
         limits = self._config.memory_mb, self._config.processes
         try:

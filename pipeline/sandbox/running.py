@@ -1,4 +1,4 @@
-"""A launched sandbox as the event loop sees it: exit by pidfd, time limit, watch, and the proof that all inside is dead."""
+"""A launched sandbox as the event loop sees it: exit, time limit, watch, and the proof that all inside is dead."""
 
 from __future__ import annotations
 
@@ -23,7 +23,12 @@ async def readable(fd: int, timeout_s: float) -> bool:
     """Whether ``fd`` became readable (a pidfd: its process ended) within the time."""
     loop = asyncio.get_running_loop()
     ready: asyncio.Future[None] = loop.create_future()
-    loop.add_reader(fd, lambda: ready.done() or ready.set_result(None))
+
+    def arrived() -> None:
+        if not ready.done():
+            ready.set_result(None)
+
+    loop.add_reader(fd, arrived)
     try:
         await asyncio.wait_for(ready, max(timeout_s, 0.0))
     except TimeoutError:
@@ -37,8 +42,8 @@ class RunningSandbox:
     """One command in its sandbox.
 
     ``popen`` is what was started here; ``leader`` is a pidfd of the process whose end proves that all inside is dead
-    (pid 1 of the namespace, or the supervisor); ``stop`` is the signal that ends it. ``held`` is closed last. ``control``
-    takes the word to start; ``complaint`` tells after the end why the command was never started.
+    (pid 1 of the namespace, or the supervisor); ``stop`` is the signal that ends it. ``held`` is closed last.
+    ``control`` takes the word to start; ``complaint`` tells after the end why the command was never started.
     """
 
     def __init__(
@@ -66,7 +71,7 @@ class RunningSandbox:
         self._complaint = complaint
         self._held = held
         self._killed: str | None = None
-        self._exit: SandboxExit | None = None
+        self._exit: SandboxExit | SandboxError | None = None
         self._started = time.monotonic()
         self._watcher = asyncio.get_running_loop().create_task(self._watching())
 
@@ -85,7 +90,7 @@ class RunningSandbox:
     def go(self) -> None:
         """Release the command. Does nothing when it was killed before."""
         if self._control is not None:
-            with contextlib.suppress(BrokenPipeError):
+            with contextlib.suppress(ConnectionError):  # its death is wait()'s to tell
                 self._control.send(b"g")
             self._control.close()
             self._control = None
@@ -109,23 +114,25 @@ class RunningSandbox:
                 raise RuntimeError("wait() before go(): the command has not been started")
             try:
                 ended = await readable(self._own, self._started + self._timeout_s - time.monotonic())
-            finally:
-                self._signal()
+            except asyncio.CancelledError:
+                self.kill()
+                raise
+            self._signal()
             self._exit = await self._finish(timed_out=not ended and self._killed is None)
+            self._close()
+        if isinstance(self._exit, SandboxError):
+            raise self._exit
         return self._exit
 
-    async def _finish(self, timed_out: bool) -> SandboxExit:
+    async def _finish(self, timed_out: bool) -> SandboxExit | SandboxError:
         wall = time.monotonic() - self._started
         for fd, what in ((self._leader, "the processes inside"), (self._own, "the sandbox program")):
             if not await readable(fd, DEATH_S):
-                self._popen.kill()
-                raise SandboxError(f"{what} did not end within {DEATH_S:.0f} s of SIGKILL (pid {self._popen.pid})")
+                return SandboxError(f"{what} did not end within {DEATH_S:.0f} s of SIGKILL (pid {self._popen.pid})")
         returncode = self._popen.wait()
         stopped = timed_out or self._killed is not None
-        complaint = None if stopped else self._complaint()
-        self._close()
-        if complaint:
-            raise SandboxError(complaint)
+        if not stopped and (complaint := self._complaint()):
+            return SandboxError(complaint)
         return SandboxExit(
             returncode=None if stopped else returncode,
             timed_out=timed_out,

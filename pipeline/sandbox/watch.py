@@ -1,4 +1,4 @@
-"""Memory and process limits of a whole sandbox, sampled from /proc. Cheap: proportional set size only when it can matter."""
+"""Memory and process limits of a whole sandbox, sampled from /proc; proportional set size only when it can matter."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ PAGE = os.sysconf("SC_PAGE_SIZE")
 
 
 class TreeWatch:
-    """``open_proc`` gives a descriptor of a /proc directory (None: not yet there), ``pids`` the processes to count in it.
+    """``open_proc`` gives a descriptor of a /proc directory (None: not yet), ``pids`` the processes to count in it.
 
     The sum of resident set sizes counts shared pages more than once, so it bounds the true use (the sum of proportional
     set sizes) from above: the dear figure is read when the cheap one is over the limit or has grown.

@@ -54,7 +54,10 @@ def chat(body: dict[str, Any]) -> bytes:
         reason = "stop"
     else:
         function = {"name": "bash", "arguments": arguments}
-        delta = {"role": "assistant", "tool_calls": [{"index": 0, "id": "c1", "type": "function", "function": function}]}
+        delta = {
+            "role": "assistant",
+            "tool_calls": [{"index": 0, "id": "c1", "type": "function", "function": function}],
+        }
         reason = "tool_calls"
     chunks = [(delta, None), ({}, reason)]
     events = [

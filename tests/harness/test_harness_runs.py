@@ -1,4 +1,4 @@
-"""Each built-in harness, unmodified, in a real sandbox against a scripted model: it must write answer.txt by its own tool."""
+"""Each built-in harness, unmodified, in a real sandbox against a scripted model: it writes answer.txt by its tool."""
 
 from __future__ import annotations
 
@@ -32,9 +32,7 @@ def test_harness_writes_the_answer(name, kind, scripted, tmp_path):
     async def run():
         sandbox = make_sandbox(SandboxConfig(kind=kind))
         launch = recipe.launch("http://127.0.0.1:8000", "key-1", "a/model", PROMPT, DEFAULT_ROOT)
-        spec = SandboxSpec(
-            **vars(launch), workspace=workspace, listen_port=8000, stdout=tmp_path / "log", timeout_s=60
-        )
+        spec = SandboxSpec(**vars(launch), workspace=workspace, listen_port=8000, stdout=tmp_path / "log", timeout_s=60)
         process = await sandbox.launch(spec)
         async with server.on(process.listener):
             process.go()

@@ -1,0 +1,208 @@
+"""Whatever ends a sandbox (its command, a limit, a kill, the launcher's death), nothing that it started lives on."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from pathlib import Path
+
+import pytest
+
+from pipeline.config import SandboxConfig
+from pipeline.sandbox import SandboxExit, SandboxProcess, SandboxSpec, make_sandbox
+
+KINDS = ["bubblewrap", "process"]
+ROOT = Path(__file__).parents[2]
+
+
+def alive(mark: str) -> list[str]:
+    """Pids of the living processes that are named ``mark``."""
+    found = []
+    for pid in filter(str.isdigit, os.listdir("/proc")):
+        try:
+            words = Path(f"/proc/{pid}/cmdline").read_bytes()
+            state = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
+        except OSError:
+            continue
+        if words.startswith(mark.encode() + b"\0") and state != "Z":
+            found.append(pid)
+    return found
+
+
+@pytest.fixture
+def mark() -> str:
+    """A name that no other process has in its arguments."""
+    return f"daemon-{uuid.uuid4().hex}"
+
+
+def daemon(mark: str) -> str:
+    """A shell line that leaves a detached process behind: its own session, no parent, every signal ignored."""
+    return f"(trap '' TERM HUP INT; setsid bash -c 'exec -a {mark} sleep 300' >/dev/null 2>&1 &) ; sleep 0.3;"
+
+
+async def daemon_runs(mark: str) -> None:
+    await until(lambda: bool(alive(mark)))
+
+
+async def launched(kind: str, script: str, during=None, timeout_s: float = 20.0, **limits) -> SandboxExit:
+    config = SandboxConfig(kind=kind, **limits)
+    process = await make_sandbox(config).launch(SandboxSpec(("bash", "-c", script), timeout_s=timeout_s))
+    if during is not None:
+        await during(process)
+    return await process.wait()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_daemon_dies_with_its_command(kind, mark):
+    async def during(process: SandboxProcess) -> None:
+        await daemon_runs(mark)
+
+    exit = asyncio.run(launched(kind, daemon(mark) + "sleep 1; exit 3", during))
+    assert alive(mark) == []
+    assert exit.returncode == 3
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_daemon_dies_at_the_time_limit(kind, mark):
+    async def during(process: SandboxProcess) -> None:
+        await daemon_runs(mark)
+
+    begin = time.monotonic()
+    exit = asyncio.run(
+        launched(kind, daemon(mark) + "trap '' TERM; sleep 100 & wait; sleep 100", during, timeout_s=1.5)
+    )
+    assert alive(mark) == []
+    assert (exit.returncode, exit.timed_out, exit.killed) == (None, True, None)
+    assert time.monotonic() - begin < 10
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_kill_ends_everything(kind, mark):
+    async def during(process: SandboxProcess) -> None:
+        await until(lambda: bool(alive(mark)))
+        process.kill()
+
+    exit = asyncio.run(launched(kind, daemon(mark) + "sleep 100", during))
+    assert alive(mark) == []
+    assert (exit.returncode, exit.timed_out, exit.killed) == (None, False, "asked")
+
+
+LAUNCHER = """
+import asyncio, sys
+from pipeline.config import SandboxConfig
+from pipeline.sandbox import SandboxSpec, make_sandbox
+async def main():
+    process = await make_sandbox(SandboxConfig(kind=sys.argv[1])).launch(
+        SandboxSpec(("bash", "-c", sys.argv[2]), listen_port=8000, timeout_s=100))
+    process.go()
+    await process.wait()
+asyncio.run(main())
+"""
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_everything_dies_with_the_launcher(kind, mark):
+    argv = [sys.executable, "-c", LAUNCHER, kind, daemon(mark) + f"exec -a {mark}-2 sleep 100"]
+    launcher = subprocess.Popen(argv, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)})
+    try:
+        asyncio.run(until(lambda: bool(alive(mark) and alive(f"{mark}-2"))))
+    finally:
+        launcher.send_signal(signal.SIGKILL)
+        launcher.wait(10)
+    asyncio.run(until(lambda: not alive(mark) and not alive(f"{mark}-2")))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_memory_limit(kind):
+    hog = "exec python3 -c 'import time\nheld = []\nwhile True: held.append(bytearray(8 << 20)); time.sleep(0.01)'"
+    exit = asyncio.run(launched(kind, hog, memory_mb=200))
+    assert exit.killed == "memory" and exit.returncode is None
+    assert 200 < exit.peak_memory_mb < 1000
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_shared_pages_count_once(kind):
+    """150 MB shared by five processes is 150 MB, far from the 750 that the sum of resident sizes says."""
+    fork = "os.fork() or (time.sleep(1.5), os._exit(0))"
+    script = f"import os, time\nheld = bytearray(150 << 20)\nfor _ in range(4): {fork}\ntime.sleep(1.5)"
+    exit = asyncio.run(launched(kind, f"exec python3 -c '{script}'", memory_mb=300))
+    assert (exit.returncode, exit.killed) == (0, None)
+    assert 140 < exit.peak_memory_mb < 250
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_fork_bomb_is_bounded(kind, mark):
+    """A user's processes stop at the limit; where root's do not, the watch ends the sandbox."""
+    bomb = f"for i in $(seq 400); do (exec -a {mark} sleep 30) & done 2>/dev/null; wait"
+    exit = asyncio.run(launched(kind, bomb, processes=64))
+    assert alive(mark) == []
+    assert exit.killed == "processes" or exit.peak_processes <= 64
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_files_have_a_size_limit(kind, tmp_path):
+    async def inner() -> SandboxExit:
+        sandbox = make_sandbox(SandboxConfig(kind=kind, file_mb=1))
+        argv = ("dd", "if=/dev/zero", "of=/workspace/big", "bs=1M", "count=4")
+        if kind == "process":
+            argv = ("bash", "-c", "dd if=/dev/zero of=/workspace/big bs=1M count=4")
+        return await (await sandbox.launch(SandboxSpec(argv, workspace=tmp_path))).wait()
+
+    assert asyncio.run(inner()).returncode != 0
+    assert (tmp_path / "big").stat().st_size == 1 << 20
+
+
+def test_a_cancelled_wait_ends_the_sandbox(mark):
+    async def inner() -> SandboxExit:
+        process = await make_sandbox(SandboxConfig()).launch(SandboxSpec(("bash", "-c", daemon(mark) + "sleep 100")))
+        waiting = asyncio.create_task(process.wait())
+        await until(lambda: bool(alive(mark)))
+        waiting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+        return await process.wait()
+
+    assert asyncio.run(inner()).killed == "asked"
+    assert alive(mark) == []
+
+
+def test_wait_without_go_starts_nothing(tmp_path):
+    async def inner() -> None:
+        process = await make_sandbox(SandboxConfig()).launch(
+            SandboxSpec(("touch", "ran"), workspace=tmp_path, listen_port=8000)
+        )
+        with pytest.raises(RuntimeError, match="before go"):
+            await process.wait()
+        assert (await process.wait()).killed == "asked"
+
+    asyncio.run(inner())
+    assert not (tmp_path / "ran").exists()
+
+
+def test_no_descriptor_is_left_open(tmp_path):
+    async def inner() -> tuple[int, int]:
+        sandbox = make_sandbox(SandboxConfig())
+        counts = []
+        for _ in range(2):
+            for port in (None, 8000):
+                process = await sandbox.launch(SandboxSpec(("true",), listen_port=port, stdout=tmp_path / "log"))
+                process.go()
+                await process.wait()
+            counts.append(len(os.listdir("/proc/self/fd")))
+        return counts[0], counts[1]
+
+    first, second = asyncio.run(inner())
+    assert first == second
+
+
+async def until(condition, timeout_s: float = 10.0) -> None:
+    """Wait for ``condition``."""
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, "the condition did not become true in time"
+        await asyncio.sleep(0.02)
