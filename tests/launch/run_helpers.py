@@ -25,7 +25,9 @@ def start(run_dir: Path, *overrides: str) -> subprocess.Popen[str]:
 
 def processes(run_dir: Path) -> Iterator[tuple[int, str, dict[str, str]]]:
     """(pid, command line, environment) of every process below the run's submitit controllers."""
-    controllers = {record["pid"] for path in run_dir.glob("attempts/*/job.json") if (record := json.loads(path.read_text()))}
+    controllers = {
+        record["pid"] for path in run_dir.glob("attempts/*/job.json") if (record := json.loads(path.read_text()))
+    }
     parents = {}
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
@@ -54,7 +56,11 @@ def _descends(pid: int, ancestors: set[int], parents: dict[int, int]) -> bool:
 def find(run_dir: Path, what: str) -> int | None:
     """The pid of the trainer rank, the vLLM server, a shard or a sandbox."""
     for pid, command, environment in processes(run_dir):
-        if what == "trainer" and "submitit.core._submit" in command and environment.get("SUBMITIT_LOCAL_GLOBALID") == "0":
+        if (
+            what == "trainer"
+            and "submitit.core._submit" in command
+            and environment.get("SUBMITIT_LOCAL_GLOBALID") == "0"
+        ):
             return pid
         if what == "vllm" and "vllm.entrypoints" in command and "pipeline.engine.guard" not in command:
             return pid

@@ -12,10 +12,9 @@ from pathlib import Path
 import pytest
 from run_helpers import checkpoint_state, find, kill, processes, start, updates_done
 
-UPDATES = 8
 SETTINGS = [
     "+experiment=smoke",
-    f"algorithm.updates={UPDATES}",
+    "algorithm.updates=8",
     "evaluation.before=false",
     "evaluation.after=false",
     "tasks.check=false",
@@ -60,7 +59,7 @@ def test_kill_each_part_once(tmp_path: Path) -> None:
 
 def assert_every_group_ended_once(run_dir: Path) -> None:
     state = checkpoint_state(run_dir)["flow"]
-    assert state["update"] == UPDATES
+    assert state["update"] == 8
     assert set(state["ended"]) == {f"g{index:06d}" for index in range(state["next_index"])}, "no group is lost"
     trained = {group for group, (ending, _) in state["ended"].items() if ending == "trained"}
     claimed: dict[str, tuple[int, str]] = {}
