@@ -1,7 +1,7 @@
 """Causal attention of many short rows to one long shared prefix, exact and without copying the prefix to every row.
 
-Prefix and row are attended to apart and joined by their log-sum-exp, as in ring attention (arXiv 2310.01889). Handing the joined
-output and log-sum-exp to each part's flash backward gives the exact gradients, those of the prefix included.
+Prefix and row are attended to apart and joined by their log-sum-exp, as in ring attention (arXiv 2310.01889). Handing
+the joined output and log-sum-exp to each part's flash backward gives exact gradients, those of the prefix included.
 """
 
 from __future__ import annotations
@@ -64,8 +64,8 @@ class _JoinedAttention(torch.autograd.Function):
 
 
 def _fold(states: Tensor, kv_heads: int) -> Tensor:
-    """[rows, heads, length, d] -> [1, kv_heads, rows·(heads/kv_heads)·length, d]: every query of a key head in one sequence."""
-    rows, heads, length, width = states.shape
+    """[rows, heads, length, d] -> [1, kv_heads, rows·(heads/kv_heads)·length, d]: a key head's queries in one sequence."""
+    rows, width = states.shape[0], states.shape[-1]
     return states.reshape(rows, kv_heads, -1, width).transpose(0, 1).reshape(1, kv_heads, -1, width)
 
 
@@ -98,12 +98,13 @@ def shared_prefix_attention(
     prefix_states: list[tuple[Tensor, Tensor]] | None = None,
     **kwargs: Any,
 ) -> tuple[Float[Tensor, "rows length heads d"], None]:
-    """Transformers' attention interface. ``prefix_states`` holds keys and values [1, kv_heads, prefix, d] of each layer."""
+    """Transformers' attention interface. ``prefix_states``: keys and values [1, kv_heads, prefix, d] of each layer."""
     if prefix_states is None:
         output = F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling, enable_gqa=True)
     else:
+        prefix_key, prefix_value = prefix_states[module.layer_idx]
         attend = _JoinedAttention.apply if query.device.type == "cpu" else _masked_attention
-        output = attend(query, key, value, *prefix_states[module.layer_idx], scaling)
+        output = attend(query, key, value, prefix_key, prefix_value, scaling)
     return output.transpose(1, 2).contiguous(), None
 
 

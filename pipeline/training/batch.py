@@ -1,6 +1,6 @@
-"""From closed groups to micro-batches: weighted rows, minibatches of whole groups, rows that share a prefix side by side.
+"""From closed groups to micro-batches: weighted rows, minibatches of whole groups, rows that share a prefix together.
 
-Pure functions over records. Which micro-batch a row lands in never changes the loss, only the time and the memory it takes.
+Pure functions over records. Which micro-batch a row lands in never changes the loss, only its time and memory.
 """
 
 from __future__ import annotations
@@ -91,9 +91,9 @@ def has_contrast(group: TrainGroup) -> bool:
 
 
 def check_group(group: TrainGroup) -> None:
-    """Raise ValueError where a record cannot be trained on: lengths that differ, a trained token without a predecessor."""
+    """Raise ValueError for a record that cannot be trained on: unequal lengths, a trained token that nothing predicts."""
     if len(group.rollouts) != len(group.advantages):
-        raise ValueError(f"group {group.group_id}: {len(group.rollouts)} rollouts but {len(group.advantages)} advantages")
+        raise ValueError(f"group {group.group_id}: {len(group.rollouts)} rollouts, {len(group.advantages)} advantages")
     for rollout in group.rollouts:
         for row in rollout.rows:
             _check_row(rollout.rollout_id, row)
@@ -124,7 +124,9 @@ def _group_tokens(group: TrainGroup) -> int:
     return sum(trained_tokens(rollout) for rollout in group.rollouts) or 1
 
 
-def make_minibatch(groups: Sequence[TrainGroup], algorithm: AlgorithmConfig, current: PolicyVersion | None) -> Minibatch:
+def make_minibatch(
+    groups: Sequence[TrainGroup], algorithm: AlgorithmConfig, current: PolicyVersion | None
+) -> Minibatch:
     """Weigh the rows of one optimizer step. ``current`` is the trainer's version, None when it is not known."""
     rows: list[WeightedRow] = []
     for group, weights in zip(groups, token_weights(groups, algorithm), strict=True):
@@ -145,7 +147,7 @@ def _weighted_rows(
 def plan(rows: Sequence[WeightedRow], token_budget: int, share_prefix: bool, ranks: int = 1) -> list[list[RowBatch]]:
     """Part rows into forwards of at most ``token_budget`` padded tokens (a longer row alone), spread over ``ranks``.
 
-    Every rank gets the same number, filled up with forwards that weigh nothing. Deterministic, so all ranks agree on it.
+    Every rank gets the same number, filled up with forwards that weigh nothing. Deterministic, so all ranks agree.
     """
     clusters = _clusters(rows) if share_prefix else [(list(rows), 0)]
     total = sum(RowBatch(tuple(cluster), prefix).padded_tokens for cluster, prefix in clusters)
@@ -203,7 +205,7 @@ def _spread(batches: Sequence[RowBatch], ranks: int) -> list[list[RowBatch]]:
 
 
 def collate(batch: RowBatch, pad_id: int = 0) -> MicroBatch:
-    """Right-padded tensors. Padding follows every real token, so under causal attention, convolution or recurrence nothing sees it."""
+    """Right-padded tensors: padding follows every real token, so causal attention, convolution or recurrence never sees it."""
     rows, start = batch.rows, batch.prefix
     length = max(map(len, rows)) - start
     input_ids = torch.full((len(rows), length), pad_id, dtype=torch.long)

@@ -1,6 +1,6 @@
 """Checkpoints and exports that are whole or absent: written beside their place, flushed to disk, then renamed.
 
-A checkpoint is a directory ``000007-update-000024`` with a manifest of its files, written last. What it holds is the caller's.
+A checkpoint is a directory ``000007-update-000024`` with a manifest of its files, written last; the rest is the caller's.
 """
 
 from __future__ import annotations
@@ -62,8 +62,9 @@ def partial_path(target: Path) -> Path:
 
 
 def publish(partial: Path, target: Path) -> None:
-    """Write the manifest, flush everything to disk and rename ``partial`` to ``target``. An existing target is replaced."""
-    files = {str(path.relative_to(partial)): path.stat().st_size for path in sorted(partial.rglob("*")) if path.is_file()}
+    """Write the manifest, flush everything to disk and rename ``partial`` to ``target``, replacing what is there."""
+    written = [path for path in sorted(partial.rglob("*")) if path.is_file()]
+    files = {str(path.relative_to(partial)): path.stat().st_size for path in written}
     (partial / MANIFEST).write_text(json.dumps({"files": files}, indent=1))
     sync_tree(partial)
     replaced = None
@@ -93,7 +94,7 @@ def _sync(path: Path) -> None:
 
 
 def write_atomically(target: Path, write: Callable[[Path], None]) -> None:
-    """Let ``write`` fill a directory and publish it as ``target``. Raises CheckpointError when that fails (a full disk)."""
+    """Let ``write`` fill a directory, then publish it as ``target``. Raises CheckpointError when that fails (full disk)."""
     target.parent.mkdir(parents=True, exist_ok=True)
     partial = partial_path(target)
     try:
@@ -115,7 +116,7 @@ def write_error(target: Path, cause: str) -> CheckpointError:
 
 
 def prune(root: Path, keep: int) -> None:
-    """Delete all but the newest ``keep`` complete checkpoints, everything older that is incomplete, and abandoned partials.
+    """Delete all but the newest ``keep`` complete checkpoints, incomplete ones older than those, and abandoned partials.
 
     Only the one writer of ``root`` may call this, with no write in progress.
     """

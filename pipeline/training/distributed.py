@@ -17,11 +17,9 @@ TIMEOUT = timedelta(minutes=30)  # a rank that waits longer in a collective fail
 
 
 def initialise() -> torch.device:
-    """Join the group that RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT name (alone without them); return this rank's device."""
+    """Join the group that RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT name, or be one alone; return the device."""
     os.environ.setdefault("LOCAL_RANK", "0")
     cuda = torch.cuda.is_available()
-    if not cuda:
-        os.environ.setdefault("DS_ACCELERATOR", "cpu")
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
     if cuda:
         torch.cuda.set_device(device)

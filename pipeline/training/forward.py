@@ -1,7 +1,7 @@
 """Log-probabilities and entropy of the trained tokens of a micro-batch, as the one module that goes through DeepSpeed.
 
-A model whose every layer is full attention runs the rows' shared prefix once; any other (convolution, linear attention, sliding
-window) and gradient checkpointing run whole rows. Both are exact: padding is on the right and every layer is causal.
+A model whose every layer is full attention runs the rows' shared prefix once; any other (convolution, linear attention,
+sliding window) and gradient checkpointing run whole rows. Both are exact: padding is right, every layer is causal.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class PolicyModel(nn.Module):
         ).last_hidden_state
 
     def _logprobs(self, hidden: Float[Tensor, "tokens width"], targets: Int[Tensor, "tokens"]) -> tuple[Tensor, Tensor]:
-        """The head and its softmax, a few tokens at a time; more than one chunk is computed again in the backward pass."""
+        """The head and its softmax, a few tokens at a time; if in several chunks, computed again in the backward pass."""
         size = max(1, LOGIT_CHUNK // self.model.config.get_text_config().vocab_size)
         chunks = list(zip(hidden.split(size), targets.split(size), strict=True))
         if len(chunks) == 1:

@@ -1,12 +1,12 @@
 """The policy-gradient loss over trained tokens, and the weights that make it harness-neutral.
 
-Every denominator is counted once per optimizer step from the records and travels with each row as one number, so how rollouts are
-cut into rows, micro-batches or ranks cannot change the loss. No KL term, no value function, no entropy bonus.
+Every denominator is counted once per optimizer step from the records and travels with each row as one number, so how
+rollouts are cut into rows, micro-batches or ranks cannot change the loss. No KL term, value function or entropy bonus.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -24,9 +24,9 @@ NO_VALUE = float("-inf")  # the maximum over nothing
 class LossInputs:
     """The trained tokens of one micro-batch, flattened.
 
-    ``logprobs`` are the trainer's and carry gradients; ``behaviour`` those the engine sampled with; ``weights`` hold everything that
-    normalises (see ``token_weights``). ``entropy`` is detached and only reported. ``comparable`` marks tokens that the trainer's own
-    weights sampled, where the two logprobs should agree.
+    ``logprobs`` are the trainer's and carry gradients; ``behaviour`` those the engine sampled with; ``weights`` hold all
+    that normalises (see ``token_weights``). ``entropy`` is detached and only reported. ``comparable`` marks tokens that
+    the trainer's own weights sampled, where the two logprobs should agree.
     """
 
     logprobs: Float[Tensor, "tokens"]
@@ -39,7 +39,7 @@ class LossInputs:
 
 @dataclass(frozen=True)
 class LossOutputs:
-    """``loss`` is this micro-batch's part of the step's loss: the parts add up. ``sums`` add up too; ``maxima`` take the maximum."""
+    """``loss`` is this micro-batch's part of the step's loss: parts add up, and so do ``sums``; of ``maxima`` the largest."""
 
     loss: Float[Tensor, ""]
     sums: dict[str, float]
@@ -47,7 +47,7 @@ class LossOutputs:
 
 
 def ppo_clip(inputs: LossInputs, clip_low: float, clip_high: float) -> LossOutputs:
-    """PPO's clipped surrogate (arXiv 1707.06347, eq. 7) on the behaviour ratio π/μ: −Σ w·min(rA, clip(r, 1−low, 1+high)·A)."""
+    """PPO-clip (arXiv 1707.06347, eq. 7) on the behaviour ratio r = π/μ: −Σ w·min(rA, clip(r, 1−low, 1+high)·A)."""
     log_ratio = (inputs.logprobs - inputs.behaviour).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
     ratio = log_ratio.exp()
     clipped = ratio.clamp(1 - clip_low, 1 + clip_high)
@@ -116,7 +116,7 @@ AGGREGATIONS: dict[str, Callable[[Sequence[TrainGroup], AlgorithmConfig], list[l
 
 
 def token_weights(groups: Sequence[TrainGroup], algorithm: AlgorithmConfig) -> list[list[float]]:
-    """The weight of one token of each rollout, [group][rollout], for the groups of one optimizer step (all with contrast)."""
+    """The weight of one token of each rollout, [group][rollout], for one optimizer step's groups (all with contrast)."""
     return AGGREGATIONS[algorithm.aggregation](groups, algorithm)
 
 
@@ -132,7 +132,7 @@ def check_algorithm(algorithm: AlgorithmConfig) -> None:
         raise UserError("algorithm.minibatches and algorithm.constant_tokens must be at least 1")
 
 
-def _check_name(knob: str, value: str, known: dict[str, Callable[..., object]]) -> None:
+def _check_name(knob: str, value: str, known: Collection[str]) -> None:
     if value not in known:
         raise UserError(f"{knob}={value} is not known; choose one of {', '.join(sorted(known))}")
 

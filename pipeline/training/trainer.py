@@ -6,12 +6,15 @@ model. One pass over the groups of an update; each minibatch of whole groups is 
 
 from __future__ import annotations
 
+import io
 import json
 import logging
+import math
 import shutil
 import time
+import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext, redirect_stdout
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,6 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.utils import logging as transformers_logging
 
 from pipeline.config import AlgorithmConfig, TrainingConfig, UserError
 from pipeline.records import PolicyVersion, TrainGroup
@@ -51,6 +55,7 @@ SUM_NAMES = (
     "clip_ratio/high_mean",
     "clip_ratio/region_mean",
 )
+MEANS_OVER_STEPS = ("loss", "grad_norm", "batch/forwards_per_step")
 MAX_NAMES = ("ratio/max", "logprob_diff_max")
 
 
@@ -72,6 +77,7 @@ class Trainer:
         temperature: float = 1.0,
     ) -> None:
         check_algorithm(algorithm)
+        check_training(training)
         self.device = distributed.initialise()
         if self.device.type == "cpu":
             torch.set_num_threads(training.threads)
@@ -102,7 +108,7 @@ class Trainer:
         Raises ValueError for a malformed group and FloatingPointError before a loss that is not finite reaches the weights.
         """
         started = time.perf_counter()
-        received = list(distributed.from_rank_zero(groups) or ())
+        received: list[TrainGroup] = distributed.from_rank_zero(list(groups or ()))
         for group in received:
             check_group(group)
         contrasting = [group for group in received if has_contrast(group)]
@@ -136,16 +142,19 @@ class Trainer:
         maxima = distributed.reduce(maxima, dist.ReduceOp.MAX)
         computed = time.perf_counter()
         self.engine.step()
+        norm = float(self.engine.get_global_grad_norm() or 0.0)
+        if not math.isfinite(norm):
+            raise FloatingPointError(
+                f"the gradient's norm is {norm}; the weights are spoilt, go on from the last checkpoint"
+            )
         times = {"perf/fwd_bwd_s": computed - started, "perf/optimizer_s": time.perf_counter() - computed}
-        forwards = {"forwards": float(len(batches)), "padded": float(sum(batch.cost for batch in batches))}
-        return sums | maxima | times | forwards | {"grad_norm": float(self.engine.get_global_grad_norm() or 0.0)}
+        forwards = {"batch/forwards_per_step": float(len(batches))}
+        return sums | maxima | times | forwards | {"grad_norm": norm}
 
     def _backward(self, batch: RowBatch) -> LossOutputs:
         micro = collate(batch).to(self.device)
         logprobs, entropy = self.engine(micro)
-        inputs = LossInputs(
-            logprobs, micro.behaviour, micro.advantages, micro.weights, entropy, micro.comparable
-        )
+        inputs = LossInputs(logprobs, micro.behaviour, micro.advantages, micro.weights, entropy, micro.comparable)
         outputs = LOSSES[self.algorithm.loss](inputs, self.algorithm.clip_low, self.algorithm.clip_high)
         loss = float(outputs.loss.detach())
         failure = None if torch.isfinite(outputs.loss) else f"the loss is {loss} over rollouts {rollout_ids(batch)}"
@@ -197,7 +206,9 @@ class Trainer:
         own = checkpoint.read_json(path / STATE_FILE)
         for name, here in (("ranks", self.ranks), ("zero_stage", self.training.zero_stage)):
             if own[name] != here:
-                raise checkpoint.CheckpointError(f"{path} was written with {name}={own[name]}, this run has {name}={here}")
+                raise checkpoint.CheckpointError(
+                    f"{path} was written with {name}={own[name]}, this run has {name}={here}"
+                )
         loaded, _ = self.engine.load_checkpoint(str(path), tag=ENGINE_TAG)
         if loaded is None:
             raise checkpoint.CheckpointError(f"DeepSpeed found nothing to load in {path}")
@@ -248,6 +259,18 @@ class Trainer:
         (partial / "config.json").write_text(json.dumps(config, indent=2) + "\n")
 
 
+def check_training(training: TrainingConfig) -> None:
+    """Refuse, with a UserError, numbers that cannot work."""
+    if training.zero_stage not in (1, 2, 3):
+        raise UserError(
+            f"training.zero_stage={training.zero_stage} is not known; choose 1 (plain data parallel too), 2 or 3"
+        )
+    if not 0 <= training.decay_fraction <= 1 or not 0 <= training.min_lr_ratio <= 1:
+        raise UserError("training.decay_fraction and training.min_lr_ratio must lie in [0, 1]")
+    if training.token_budget < 1 or training.threads < 1:
+        raise UserError("training.token_budget and training.threads must be at least 1")
+
+
 def learning_rate(training: TrainingConfig, update: int, total: int) -> float:
     """The rate of update ``update`` (from 0): constant, then linear down to ``min_lr_ratio`` at the last of ``total``."""
     start = total * (1 - training.decay_fraction)
@@ -261,16 +284,19 @@ def resolve_model(model_path: str | Path) -> Path:
     if Path(model_path).is_dir():
         return Path(model_path)
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HFValidationError, HfHubHTTPError, LocalEntryNotFoundError
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     try:
         return Path(snapshot_download(str(model_path)))
     except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
-        raise UserError(f"model.path={model_path} is neither a directory nor a model that the hub gives: {error}") from error
+        raise UserError(
+            f"model.path={model_path} is neither a directory nor a model that the hub gives: {error}"
+        ) from error
 
 
 def load_model(path: Path, dtype: torch.dtype) -> PreTrainedModel:
     """The causal language model in ``path``. Raises UserError when transformers cannot read it."""
+    transformers_logging.disable_progress_bar()
     try:
         model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, local_files_only=True)
     except (OSError, ValueError, KeyError) as error:
@@ -282,7 +308,6 @@ def make_engine(policy: PolicyModel, training: TrainingConfig) -> Any:
     """DeepSpeed around ``policy`` with torch's AdamW; the caller's ``step()`` ends an accumulation, nothing is rescaled."""
     import deepspeed
 
-    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
     optimizer = torch.optim.AdamW(
         policy.parameters(),
         lr=training.learning_rate,
@@ -299,8 +324,18 @@ def make_engine(policy: PolicyModel, training: TrainingConfig) -> Any:
         "bf16": {"enabled": torch.cuda.is_available()},
         "steps_per_print": 10**12,
     }
-    engine, *_ = deepspeed.initialize(model=policy, optimizer=optimizer, config=config)
+    with quiet_deepspeed():
+        engine, *_ = deepspeed.initialize(model=policy, optimizer=optimizer, config=config)
     return engine
+
+
+@contextmanager
+def quiet_deepspeed() -> Iterator[None]:
+    """Keep what DeepSpeed prints, and its notes on torch's future, off the terminal; its errors still come through."""
+    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
+    with redirect_stdout(io.StringIO()):
+        yield
 
 
 def summarise(steps: Sequence[dict[str, float]]) -> dict[str, float]:
@@ -310,13 +345,12 @@ def summarise(steps: Sequence[dict[str, float]]) -> dict[str, float]:
     tokens = sum(step["tokens"] for step in steps)
     means = [name for name in SUM_NAMES if name not in ("tokens", "loss", *FIRST_MINIBATCH_ONLY)]
     metrics = {name: sum(step[name] for step in steps) / tokens for name in means}
-    metrics |= {name: sum(step[name] for step in steps) / len(steps) for name in ("loss", "grad_norm")}
+    metrics |= {name: sum(step[name] for step in steps) / len(steps) for name in MEANS_OVER_STEPS}
     metrics |= {name: sum(step[name] for step in steps) for name in ("perf/fwd_bwd_s", "perf/optimizer_s")}
     metrics |= {"ratio/max": max(step["ratio/max"] for step in steps), "skipped": 0.0, "steps": float(len(steps))}
     metrics["mismatch_kl"] = steps[0]["mismatch_kl"] / steps[0]["tokens"]
     if steps[0]["logprob_diff_max"] != NO_VALUE:
         metrics["logprob_diff_max"] = steps[0]["logprob_diff_max"]
-    metrics["batch/forwards_per_step"] = sum(step["forwards"] for step in steps) / len(steps)
     return metrics | {"batch/trained_tokens_per_step": tokens / len(steps)}
 
 
