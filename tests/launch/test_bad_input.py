@@ -87,7 +87,7 @@ def test_task_without_tests(run_dir: Path, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_no_bubblewrap(run_dir: Path, tmp_path: Path) -> None:
-    """A machine on which the sandbox cannot be built: its launcher is replaced by one that fails as such a kernel does."""
+    """A machine on which the sandbox cannot be built: the probe fails as it does on such a kernel."""
     (tmp_path / "sitecustomize.py").write_text(
         "from pipeline.sandbox import bubblewrap\n"
         "bubblewrap.BubblewrapSandbox.probe = lambda self: 'bwrap: No permissions to create a new namespace'\n"

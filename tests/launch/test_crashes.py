@@ -1,4 +1,4 @@
-"""kill -9 of every part, each once, at a random moment: the run ends all the same, and every group ends exactly once."""
+"""kill -9 of every part at a random moment: the run ends all the same, and every group ends exactly once."""
 
 from __future__ import annotations
 

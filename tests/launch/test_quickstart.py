@@ -1,4 +1,4 @@
-"""A shortened quick start, all parts real: it learns, its report is whole, and its stages can be run again by themselves."""
+"""A shortened quick start, all parts real: it learns, its report is whole, its stages run by themselves."""
 
 from __future__ import annotations
 

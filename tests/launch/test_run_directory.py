@@ -35,7 +35,7 @@ def test_other_settings_are_refused_and_named(tmp_path: Path) -> None:
     run = RunDirectory(tmp_path / "run")
     run.save_config(config)
     run.save_config(replace(config, concurrency=9, fresh=True))  # how it runs may change between attempts
-    with pytest.raises(UserError, match="algorithm.group_size, seed"):
+    with pytest.raises(UserError, match=r"algorithm\.group_size, seed"):
         run.save_config(replace(config, seed=7, algorithm=replace(config.algorithm, group_size=3)))
 
 
