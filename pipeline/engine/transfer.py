@@ -105,9 +105,10 @@ class Transfer(ABC):
     ) -> SyncTimings:
         """Replace the engine's weights by ``named_tensors`` (checkpoint names) and call them ``version``.
 
-        Calls in flight survive: they go on with the new weights over the keys and values of the old ones. vLLM cannot
-        drop cached prefixes while calls run, so ``before_resume`` must put new calls on a new ``cache_salt``; what it
-        raises is passed on, with the engine still paused. Raises TransferError.
+        Calls in flight survive: the pause drops all keys and values, and after the resume vLLM computes those of the
+        tokens so far with the new weights. So each token has the logprob of the version that its span names. That new
+        calls do not meet old prefixes should not hang on this alone: ``before_resume`` is for putting them on a new
+        ``cache_salt``. What it raises is passed on, with the engine still paused. Raises TransferError.
         """
         began = time.monotonic()
         weights = unique_tensors(named_tensors)

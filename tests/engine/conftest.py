@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
-import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import Lfm2Config, Lfm2ForCausalLM, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
 
 SPECIAL_TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 CORPUS = [
@@ -34,7 +35,10 @@ LFM2_KEYS = {
 
 
 def tokenizer() -> PreTrainedTokenizerFast:
-    """Byte-level BPE of about 400 tokens with a chat template that knows tools."""
+    """Byte-level BPE of about 300 tokens with a chat template that knows tools."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
     core = Tokenizer(models.BPE())
     core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     core.decoder = decoders.ByteLevel()
@@ -49,6 +53,9 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 def make_checkpoint(kind: str, seed: int, directory: Path) -> Path:
     """Write a random fp32 checkpoint of ``kind`` (qwen3 or lfm2, tied head) and return its directory."""
+    import torch
+    from transformers import Lfm2Config, Lfm2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
+
     words = tokenizer()
     torch.manual_seed(seed)
     common = {

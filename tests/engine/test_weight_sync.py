@@ -9,7 +9,8 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,13 +23,13 @@ from transformers import AutoModelForCausalLM
 
 from pipeline.config import EngineConfig, ModelConfig
 from pipeline.engine.server import SERVED_MODEL_NAME, EngineServer
-from pipeline.engine.transfer import make_transfer, set_version
+from pipeline.engine.transfer import FileTransfer, make_transfer, set_version
 from pipeline.records import PolicyVersion
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 TOLERANCE = 1e-4
-PREFIX = [1 + (7 * i + i * i // 5) % 380 for i in range(600)]
+PREFIX = [1 + (7 * i + i * i // 5) % 250 for i in range(600)]
 LONG_CALL_TOKENS = 1200
 
 
@@ -49,13 +50,16 @@ class Policy:
         return [*self.tensors.items(), ("lm_head.weight", self.tensors["model.embed_tokens.weight"])]
 
     @torch.no_grad()
-    def error(self, prompt: list[int], answer: dict[str, Any]) -> float:
-        """max |Δ| between the engine's and this policy's logprobs of the sampled tokens."""
+    def errors(self, prompt: list[int], answer: dict[str, Any]) -> torch.Tensor:
+        """|Δ| between the engine's and this policy's logprob of each sampled token."""
         ids = torch.tensor([prompt + answer["token_ids"]])
         logprobs = self.model(ids).logits[0].float().log_softmax(-1)[:-1]
         expected = logprobs.gather(1, ids[0, 1:, None])[len(prompt) - 1 :, 0]
         served = torch.tensor([token["logprob"] for token in answer["logprobs"]["content"]])
-        return float((expected - served).abs().max())
+        return (expected - served).abs()
+
+    def error(self, prompt: list[int], answer: dict[str, Any]) -> float:
+        return float(self.errors(prompt, answer).max())
 
 
 @dataclass
@@ -76,9 +80,10 @@ class Engine:
             "sampling_params": {"max_tokens": tokens, "logprobs": 0, "temperature": 1.0, "ignore_eos": True},
         }
         response = httpx.post(f"{self.server.url}/inference/v1/generate", json=body, timeout=120)
-        response.raise_for_status()
+        assert response.status_code == 200, response.text
         answer = response.json()
-        return {**answer["choices"][0], "usage": answer.get("usage")}
+        choice: dict[str, Any] = answer["choices"][0]
+        return choice
 
     def cached_tokens(self) -> float:
         """Prompt tokens that vLLM has taken from its prefix cache so far."""
@@ -95,6 +100,15 @@ class Engine:
         assert 0 < timings.transfer_s <= timings.pause_s <= timings.total_s
         assert self.served_version() == str(version)
         return version
+
+    @contextmanager
+    def call_in_flight(self, kind: str) -> Iterator[tuple[PolicyVersion, Future[dict[str, Any]]]]:
+        """A long call over PREFIX that runs on the old policy, with its version as the salt."""
+        before = self.push(kind, self.old)
+        with ThreadPoolExecutor(1) as pool:
+            call = pool.submit(self.generate, PREFIX, LONG_CALL_TOKENS, str(before))
+            wait_until_running(self)
+            yield before, call
 
     def served_version(self) -> str:
         return str(httpx.get(f"{self.server.url}/weight_info").json()["weight_version"])
@@ -140,31 +154,55 @@ def test_idle_sync(engine: Engine, kind: str) -> None:
 
 @pytest.mark.parametrize("kind", ["file", "gloo"])
 def test_sync_with_a_call_in_flight(engine: Engine, kind: str) -> None:
-    before = engine.push(kind, engine.old)
-    with ThreadPoolExecutor(1) as pool:
-        in_flight = pool.submit(engine.generate, PREFIX, LONG_CALL_TOKENS, str(before))
-        wait_until_running(engine)
+    with engine.call_in_flight(kind) as (before, in_flight):
         salted: list[bool] = []
         after = engine.push(kind, engine.new, before_resume=lambda: salted.append(in_flight.done()))
-        stale_prompt, fresh_prompt = [*PREFIX, 5, 6], [*PREFIX, 8, 9]
-        cached_before = engine.cached_tokens()
-        stale = engine.generate(stale_prompt, salt=str(before))
-        cached_by_stale = engine.cached_tokens() - cached_before
-        fresh = engine.generate(fresh_prompt, salt=str(after))
-        cached_by_fresh = engine.cached_tokens() - cached_before - cached_by_stale
-        assert not in_flight.done(), "the call in flight ended too early to prove anything"
+        calls = [([*PREFIX, 8, 9], str(after)), ([*PREFIX, 5, 6], str(before))]
+        answers = [engine.generate(prompt, salt=salt) for prompt, salt in calls]
         finished = in_flight.result(timeout=120)
 
     assert salted == [False]
+    for (prompt, _), answer, salt in zip(calls, answers, ("new", "old"), strict=True):
+        assert report(f"{kind}, in flight, {salt} salt", engine.new.error(prompt, answer)) < TOLERANCE
+
     assert finished["finish_reason"] == "length"
     assert len(finished["token_ids"]) == LONG_CALL_TOKENS
     assert [span["version"] for span in finished["weight_versions"]] == [str(before), str(after)]
+    boundary = finished["weight_versions"][0]["end"]
+    assert 0 < boundary < LONG_CALL_TOKENS
+    for what, policy, part in (
+        ("before", engine.old, slice(0, boundary)),
+        ("after", engine.new, slice(boundary, None)),
+    ):
+        error = float(policy.errors(PREFIX, finished)[part].max())
+        assert report(f"{kind}, the call in flight, tokens {what} the sync", error) < TOLERANCE
 
+
+class ForgetfulTransfer(FileTransfer):
+    """Leaves the keys and values of the old weights in place while the weights change."""
+
+    def _pause(self) -> None:
+        self._post("pause", params={"mode": "keep", "clear_cache": False})
+
+
+def test_only_the_salt_keeps_new_calls_off_a_cache_that_was_not_cleared(engine: Engine) -> None:
+    """Shows that the checks above have teeth, and that the salt alone would do."""
+    with engine.call_in_flight("file") as (before, in_flight):
+        version = PolicyVersion(0, engine.pushes + 1)
+        transfer = ForgetfulTransfer(engine.server.url, engine.scratch, 60)
+        transfer.connect()
+        transfer.push(engine.new.named(), version)
+        assert not in_flight.done(), "the call in flight ended too early: vLLM could drop its blocks"
+        cached = engine.cached_tokens()
+        fresh = engine.generate([*PREFIX, 8, 9], salt=str(version))
+        cached_by_fresh = engine.cached_tokens() - cached
+        stale = engine.generate([*PREFIX, 5, 6], salt=str(before))
+        cached_by_stale = engine.cached_tokens() - cached - cached_by_fresh
+    print(f"from the cache: {cached_by_fresh} tokens with the new salt, {cached_by_stale} with the old one")
     assert cached_by_fresh == 0
-    assert report(f"{kind}, in flight, new salt", engine.new.error(fresh_prompt, fresh)) < TOLERANCE
-    print("cached by a call with the old salt:", cached_by_stale)
-    if cached_by_stale:  # the check above has teeth: a call that reuses the old keys and values fails it
-        assert report(f"{kind}, in flight, old salt", engine.new.error(stale_prompt, stale)) > 100 * TOLERANCE
+    assert report("not cleared, new salt", engine.new.error([*PREFIX, 8, 9], fresh)) < TOLERANCE
+    assert cached_by_stale > 0
+    assert report("not cleared, old salt", engine.new.error([*PREFIX, 5, 6], stale)) > 100 * TOLERANCE
 
 
 def wait_until_running(engine: Engine, deadline_s: float = 60) -> None:
