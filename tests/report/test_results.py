@@ -97,8 +97,9 @@ def test_versions_and_commit_are_those_of_this_installation(results: dict[str, A
 
 def test_missing_rollouts_make_it_provisional(rollout: Make) -> None:
     side = evaluation(rollout, {"pi": [True, False]})
-    ungraded = [*side, rollout("t9", passed=None)]
-    results = build_results(side, ungraded, METRICS, meta(planned=3))
+    whole, ungraded = [*side, rollout("t9")], [*side, rollout("t9", passed=None)]
+    assert build_results(whole, whole, METRICS, meta(planned=3))["provisional"] is False
+    results = build_results(whole, ungraded, METRICS, meta(planned=3))
     assert results["provisional"] is True
     assert results["after"]["coverage"] == pytest.approx(2 / 3)
     assert (results["after"]["n"], results["after"]["ungraded"]) == (2, 1)

@@ -92,6 +92,14 @@ def test_only_cells_of_both_sides_count() -> None:
     assert paired_bootstrap(before, {}) is None
 
 
+def test_the_interval_leans_with_skewed_data() -> None:
+    before = {(f"t{task}", "a"): [0.0] for task in range(12)}
+    after = before | {("t0", "a"): [1.0]}
+    found = paired_bootstrap(before, after)
+    assert found is not None
+    assert (found.lo, found.hi) == pytest.approx((0.0, 0.25))
+
+
 def test_mcnemar_is_the_exact_binomial_tail() -> None:
     before = [False] * 9 + [True] * 2 + [True] * 30
     after = [True] * 9 + [False] * 2 + [True] * 30

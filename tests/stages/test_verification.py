@@ -13,7 +13,7 @@ import pytest
 from pipeline.config import SandboxConfig
 from pipeline.records import Verdict
 from pipeline.sandbox.base import Sandbox, SandboxError, SandboxProcess, SandboxSpec, make_sandbox
-from pipeline.stages.verification import WorkspaceTooLarge, remove_tree, snapshot, verify
+from pipeline.stages.verification import WorkspaceTooLarge, remove_tree, run_to_end, snapshot, verify
 from pipeline.tasks.harbor import HarborTask, load_task
 
 Verify = Callable[..., Verdict]
@@ -174,7 +174,7 @@ def test_a_link_to_the_tests_is_no_answer(score: Verify, isolated: Sandbox, work
 
 def test_a_reward_that_is_a_link_is_not_followed(score: Verify, isolated: Sandbox, workspace: Path) -> None:
     (workspace / "one").write_text("1")
-    verdict = score(isolated, "ln -s /workspace/one /logs/verifier/reward.txt")
+    verdict = score(isolated, "ln -s ../../workspace/one /logs/verifier/reward.txt")
     assert verdict.correctness is None and "regular file" in verdict.reason
 
 
@@ -199,6 +199,37 @@ def test_everything_is_dead_when_a_verification_is_cancelled(
     assert not list(tmp_path.glob("verify-*"))
 
 
+class StuckProcess:
+    """Ends only when it is killed, and then not at once."""
+
+    def __init__(self) -> None:
+        self.killed = asyncio.Event()
+        self.ended = False
+
+    def kill(self) -> None:
+        self.killed.set()
+
+    async def wait(self) -> None:
+        await self.killed.wait()
+        await asyncio.sleep(0.05)
+        self.ended = True
+
+
+def test_a_cancelled_run_is_waited_for_after_the_kill() -> None:
+    async def cancel() -> None:
+        process = StuckProcess()
+
+        class OneSandbox:
+            async def launch(self, spec: SandboxSpec) -> StuckProcess:
+                return process
+
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(run_to_end(OneSandbox(), SandboxSpec(("true",))), 0.05)
+        assert process.ended
+
+    asyncio.run(cancel())
+
+
 def sleeping() -> bool:
     for process in Path("/proc").glob("[0-9]*/cmdline"):
         try:
@@ -217,6 +248,7 @@ def test_a_snapshot_keeps_files_modes_and_inner_links_only(tmp_path: Path) -> No
     (source / "a" / "b" / "up").symlink_to("../run.sh")
     (source / "secret").symlink_to("/etc/passwd")
     (source / "a" / "out").symlink_to("../../elsewhere")
+    (source / "absolute").symlink_to(source / "a" / "run.sh")
     (source / "closed").mkdir()
     (source / "closed" / "file").write_text("y")
     (source / "closed" / "file").chmod(0)
