@@ -99,6 +99,7 @@ def anthropic(body: dict[str, Any]) -> bytes:
 
 
 @pytest.fixture
-def scripted() -> dict[str, ScriptedServer]:
-    """A server for each dialect."""
-    return {"chat": ScriptedServer(chat), "anthropic": ScriptedServer(anthropic)}
+def scripted() -> Callable[[str], ScriptedServer]:
+    """Makes a server of a dialect."""
+    scripts = {"chat": chat, "anthropic": anthropic}
+    return lambda dialect: ScriptedServer(scripts[dialect])

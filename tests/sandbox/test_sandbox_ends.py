@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from pipeline.config import SandboxConfig
-from pipeline.sandbox import SandboxExit, SandboxProcess, SandboxSpec, make_sandbox
+from pipeline.sandbox import SandboxError, SandboxExit, SandboxProcess, SandboxSpec, make_sandbox
 
 KINDS = ["bubblewrap", "process"]
 ROOT = Path(__file__).parents[2]
@@ -155,6 +155,18 @@ def test_files_have_a_size_limit(kind, tmp_path):
 
     assert asyncio.run(inner()).returncode != 0
     assert (tmp_path / "big").stat().st_size == 1 << 20
+
+
+def test_a_killed_sandbox_is_an_infrastructure_failure(mark):
+    """kill -9 of the sandbox program from outside: not an exit code of the command, and nothing lives on."""
+
+    async def during(process: SandboxProcess) -> None:
+        await daemon_runs(mark)
+        os.kill(process.pid, signal.SIGKILL)
+
+    with pytest.raises(SandboxError, match="killed"):
+        asyncio.run(launched("bubblewrap", daemon(mark) + "sleep 100", during))
+    assert alive(mark) == []
 
 
 def test_a_cancelled_wait_ends_the_sandbox(mark):
