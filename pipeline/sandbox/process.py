@@ -23,10 +23,10 @@ from pipeline.sandbox.running import Log, RunningSandbox
 from pipeline.sandbox.watch import TreeWatch, descendants
 
 # Parent of the command: whatever the command leaves behind becomes this one's child, however it was detached, and is
-# killed when the command ends, when SIGTERM comes, or when the launcher dies.
+# killed when the command ends, when SIGTERM comes, or when the launcher dies. Removes HOME and the rest of the scratch.
 SUPERVISOR = """
 import ctypes, os, resource, signal, sys, time
-fd, launcher, limits, argv = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4:]
+fd, launcher, limits, scratch, argv = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4], sys.argv[5:]
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 
 class Stop(BaseException):
@@ -85,6 +85,8 @@ except Stop:
     pass
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
 sweep()
+import shutil
+shutil.rmtree(scratch, ignore_errors=True)
 code = os.waitstatus_to_exitcode(ended)
 sys.exit(code if code >= 0 else 128 - code)
 """
@@ -144,7 +146,18 @@ class ProcessSandbox:
         environment = {"PATH": PATH, "HOME": str(home), "LANG": "C.UTF-8", "TMPDIR": str(home.parent / "tmp")}
         argv = [_translated(word, places) for word in spec.argv]
         return subprocess.Popen(
-            [sys.executable, "-I", "-S", "-c", SUPERVISOR, str(control), str(os.getpid()), limits, *argv],
+            [
+                sys.executable,
+                "-I",
+                "-S",
+                "-c",
+                SUPERVISOR,
+                str(control),
+                str(os.getpid()),
+                limits,
+                str(home.parent),
+                *argv,
+            ],
             env={**environment, **{key: _translated(value, places) for key, value in spec.env.items()}},
             cwd=places[WORKSPACE],
             pass_fds=[control],

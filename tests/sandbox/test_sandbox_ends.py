@@ -106,15 +106,16 @@ asyncio.run(main())
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_everything_dies_with_the_launcher(kind, mark):
+def test_everything_dies_with_the_launcher(kind, mark, tmp_path):
     argv = [sys.executable, "-c", LAUNCHER, kind, daemon(mark) + f"exec -a {mark}-2 sleep 100"]
-    launcher = subprocess.Popen(argv, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)})
+    launcher = subprocess.Popen(argv, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path)})
     try:
         asyncio.run(until(lambda: bool(alive(mark) and alive(f"{mark}-2"))))
     finally:
         launcher.send_signal(signal.SIGKILL)
         launcher.wait(10)
     asyncio.run(until(lambda: not alive(mark) and not alive(f"{mark}-2")))
+    asyncio.run(until(lambda: not os.listdir(tmp_path)))
 
 
 @pytest.mark.parametrize("kind", KINDS)
