@@ -15,7 +15,9 @@ from pipeline.capture.journal import Answered, Counted, Delivered, Journal, Node
 from pipeline.capture.session import Session
 from pipeline.capture.upstream import RETRY_AFTER_S, Called, Engine, Message, Rendered, Sampled
 
+WEIGHTS_POLL_S = 0.5
 SAMPLES = 3  # tries of one call, when a weight sync or the engine spoils a sample
+ENGINE_FAULTS = (Fault.UNAVAILABLE, Fault.INTERNAL)
 CALL_MARKERS = (
     "<tool_call>",
     "<|tool_call_start|>",
@@ -37,6 +39,14 @@ class Turns:
 
     async def answer(self, session: Session, dialect: str, request: ChatRequest) -> Node:
         """The call that answers a request, journalled, not yet delivered. Raises ApiError; cancelling aborts it."""
+        try:
+            return await self._answer(session, dialect, request)
+        except ApiError as error:
+            if error.fault in ENGINE_FAULTS:
+                self.count(session, "engine_failures")
+            raise
+
+    async def _answer(self, session: Session, dialect: str, request: ChatRequest) -> Node:
         started = time.monotonic()
         rendered = await self.engine.render(request)
         prompt = pack(rendered.token_ids)
@@ -98,18 +108,32 @@ class Turns:
         When a sync lands between a call's submission and its start, the call may reuse blocks of the old weights under
         the new ones; it is then sampled again with the new salt.
         """
-        for _ in range(SAMPLES):
+        spoilt, give_up = 0, time.monotonic() + self.engine.outage_s
+        while spoilt < SAMPLES:
             salt = self.version
             sampled = await self.engine.generate(rendered, session.policy.temperature, max_tokens, salt)
             if sampled.finish_reason == "abort":
                 self.count(session, "engine_aborts")
+                spoilt += 1
                 continue
             spans = _known_versions(sampled, salt)
+            if spans is None:
+                await self._await_weights(session, give_up)
+                continue
             if _order(spans[0][0]) <= _order(salt):
                 return replace(sampled, versions=spans)
             self.version = max(self.version, spans[0][0], key=_order)
             self.count(session, "resampled")
+            spoilt += 1
         raise ApiError(Fault.UNAVAILABLE, f"the engine spoilt {SAMPLES} samples in a row", RETRY_AFTER_S)
+
+    async def _await_weights(self, session: Session, give_up: float) -> None:
+        """An engine that was started again serves the weights on disk until it is given the policy's: not an answer."""
+        self.count(session, "unversioned")
+        if time.monotonic() > give_up:
+            message = f"the engine has had no policy weights for {self.engine.outage_s:.0f} s"
+            raise ApiError(Fault.UNAVAILABLE, message, RETRY_AFTER_S)
+        await asyncio.sleep(WEIGHTS_POLL_S)
 
     def _record(
         self,
@@ -153,15 +177,14 @@ def _order(version: str) -> tuple[int, int]:
     return int(attempt), int(n)
 
 
-def _known_versions(sampled: Sampled, current: str) -> list[tuple[str, int, int]]:
-    """The engine's spans; a name that is no policy version (weights as loaded) stands for the current one."""
-    spans = []
-    for version, start, end in sampled.versions or [(current, 0, len(sampled.ids))]:
-        try:
+def _known_versions(sampled: Sampled, current: str) -> list[tuple[str, int, int]] | None:
+    """The engine's spans (``current`` if it tells none), or None when a name in them is no policy version."""
+    spans = sampled.versions or [(current, 0, len(sampled.ids))]
+    try:
+        for version, _, _ in spans:
             _order(version)
-        except ValueError:
-            version = current
-        spans.append((version, start, end))
+    except ValueError:
+        return None
     return spans
 
 

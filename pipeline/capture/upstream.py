@@ -143,7 +143,7 @@ class Engine:
         place = urlsplit(url)
         self.model = model
         self._client = HttpClient(place.hostname or "127.0.0.1", place.port or 80)
-        self._request_timeout_s, self._outage_s = request_timeout_s, outage_s
+        self._request_timeout_s, self.outage_s = request_timeout_s, outage_s
         self._context: int | None = None
 
     async def context_length(self) -> int:
@@ -222,9 +222,9 @@ class Engine:
                 reason = str(error)
             except ReplyTimeout as error:
                 raise ApiError(Fault.UNAVAILABLE, str(error), RETRY_AFTER_S) from error
-            give_up = give_up or time.monotonic() + self._outage_s
+            give_up = give_up or time.monotonic() + self.outage_s
             if time.monotonic() + delay > give_up:
-                message = f"the engine did not answer {path} for {self._outage_s:.0f} s ({reason})"
+                message = f"the engine did not answer {path} for {self.outage_s:.0f} s ({reason})"
                 raise ApiError(Fault.UNAVAILABLE, message, RETRY_AFTER_S)
             await asyncio.sleep(delay)
             delay = min(delay * 2, 2.0)

@@ -83,7 +83,7 @@ class Coordinator:
         return {}
 
     def unregister(self, engine: str) -> dict[str, Any]:
-        """An engine rank's vLLM is down. It keeps its groups; it gets no weights and no new groups until it registers."""
+        """An engine rank's vLLM is down: it keeps its groups and gets nothing new until it registers."""
         with self._changed:
             self.engines.pop(engine, None)
         return {}

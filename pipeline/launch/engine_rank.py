@@ -93,6 +93,7 @@ class EngineRank:
             scratch=self.scratch,
             harness_home=Path(self.config.harness.home or DEFAULT_ROOT),
             snapshots=self.snapshots,
+            engine_starts=lambda: self.restarts,
         )
 
     async def _start_engine(self) -> None:

@@ -205,7 +205,7 @@ class TrainerRank:
             transfer.close()
 
     def _restart(self, engine: Engine) -> None:
-        """A failed sync leaves an engine in doubt: its rank starts vLLM again, unless it is doing so, and registers anew."""
+        """A failed sync leaves an engine in doubt: its rank restarts vLLM, unless it is at it, and registers anew."""
         self.coordinator.drop_engine(engine)
         control = RpcClient(engine.control_url, self._token())
         try:

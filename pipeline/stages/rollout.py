@@ -11,7 +11,7 @@ import shutil
 import tempfile
 import time
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -41,6 +41,7 @@ class Workshop:
     scratch: Path  # node-local
     harness_home: Path
     counters: Counter[str] = field(default_factory=Counter)
+    engine_starts: Callable[[], int] = lambda: 0  # grows when the engine goes down
     snapshots: Path | None = None  # keep each workspace here, so that verification can be done again
 
     async def roll_out(self, spec: GroupSpec, index: int, timeout_s: float | None = None) -> RolloutRecord:
@@ -58,12 +59,12 @@ class Workshop:
 
     async def _try(self, spec: GroupSpec, task: HarborTask, index: int, timeout_s: float) -> RolloutRecord:
         session = f"sk-yoke-{secrets.token_hex(12)}"
-        started = time.monotonic()
+        started, starts = time.monotonic(), self.engine_starts()
         async with self._directory() as place:
             try:
                 prepare_workspace(task, place / "workspace")
                 done = await self._run_harness(spec, task, session, place, timeout_s)
-                outcome, verdict = await self._judge(done, task, place)
+                outcome, verdict = await self._judge(done, task, place, self.engine_starts() > starts)
             except SandboxError as error:
                 done = _Done(Trace(session, ()), None)
                 outcome, verdict = Outcome.INFRASTRUCTURE, Verdict(None, None, 0, f"sandbox: {error}")
@@ -112,9 +113,9 @@ class Workshop:
             trace = await self.supervisor.close_session(session)
         return _Done(trace, exit_, _tail(place / "output"))
 
-    async def _judge(self, done: _Done, task: HarborTask, place: Path) -> tuple[Outcome, Verdict]:
+    async def _judge(self, done: _Done, task: HarborTask, place: Path, outage: bool) -> tuple[Outcome, Verdict]:
         tool_calls = sum(call.tool_calls for call in done.trace.calls if call.delivered)
-        broken = done.infrastructure_failure()
+        broken = done.infrastructure_failure(outage)
         if broken:
             return Outcome.INFRASTRUCTURE, Verdict(None, None, tool_calls, broken)
         verdict = await verify(task, place / "workspace", self.sandbox, place)
@@ -139,12 +140,14 @@ class _Done:
     exit: SandboxExit | None
     output: str = ""
 
-    def infrastructure_failure(self) -> str:
+    def infrastructure_failure(self, outage: bool) -> str:
         """Why this rollout must not be graded; empty when the harness itself is answerable for it."""
         assert self.exit is not None
         delivered = sum(call.delivered for call in self.trace.calls)
         if self.trace.counters.get("engine_failures", 0):
             return "the engine did not answer"
+        if self.exit.timed_out and outage:
+            return "the time ran out while the engine was down"
         if self.exit.returncode is not None and self.exit.returncode < 0:
             return f"the sandbox was killed from outside (signal {-self.exit.returncode})"
         if not delivered and not self.trace.counters.get("over_budget", 0):

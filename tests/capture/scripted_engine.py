@@ -30,7 +30,7 @@ class Scripted:
 class FakeEngine:
     """Serves on a free port; ``script`` is used up call by call, then every answer is "ok"."""
 
-    version: str = "default"
+    version: str | None = None  # None: named as the request's salt
     script: deque[Scripted] = field(default_factory=deque)
     generated: list[dict[str, Any]] = field(default_factory=list)
     rendered: list[dict[str, Any]] = field(default_factory=list)
@@ -97,7 +97,9 @@ class FakeEngine:
             "stop_reason": None,
             "token_ids": ids,
             "logprobs": {"content": [{"token_id": i, "logprob": logprob(n)} for n, i in enumerate(ids)]},
-            "weight_versions": [{"version": answer.version or self.version, "start": 0, "end": len(ids)}],
+            "weight_versions": [
+                {"version": answer.version or self.version or body["cache_salt"], "start": 0, "end": len(ids)}
+            ],
         }
         return 200, {"choices": [choice], "usage": {"prompt_tokens_details": None}}
 

@@ -297,6 +297,21 @@ def test_a_sample_that_started_under_newer_weights_is_drawn_again(proxies: Proxi
     asyncio.run(run())
 
 
+def test_an_engine_without_policy_weights_is_waited_for(proxies: Proxies) -> None:
+    """A restarted engine serves the weights on disk, which no policy version names, until it is given the policy's."""
+
+    async def run() -> None:
+        async with proxies.run() as proxy, proxy.session("k") as harness:
+            await proxy.supervisor.set_policy_version(PolicyVersion(1, 1))
+            proxy.engine.script += [Scripted("base weights", version="default"), Scripted("policy", version="1.1")]
+            assert (await harness.message(USER))["content"] == "policy"
+            trace = await proxy.supervisor.close_session("k")
+            assert [call.version for call in trace.calls] == [PolicyVersion(1, 1)]
+            assert trace.counters == {"unversioned": 1}
+
+    asyncio.run(run())
+
+
 def test_the_budget_ends_in_a_clear_error(proxies: Proxies) -> None:
     async def run() -> None:
         async with proxies.run() as proxy, proxy.session("k", max_calls=2) as harness:
