@@ -64,7 +64,7 @@ class HarnessConfig:
 
     timeout_s: float = 120.0
     retries: int = 2  # for infrastructure failures only
-    home: str | None = None  # where harnesses are installed; null = ~/.cache/yoke
+    home: str | None = None  # where harnesses are installed; null = ~/.cache/yoke/harnesses
     sampling: SessionPolicy = field(default_factory=SessionPolicy)
 
 
