@@ -38,7 +38,7 @@ class Phase:
     batch: int
     learning_rate: float
     prefix: tuple[int, int] | None
-    words_only: bool = False  # rows end after the word
+    one_call: bool = False  # rows end after the first call, and every row has one
 
 
 @dataclass
@@ -49,13 +49,15 @@ class SftConfig:
     threads: int = 2
     shape: TinyShape = field(default_factory=TinyShape)
     teacher: Teacher = field(default_factory=Teacher)
-    copy: Phase = Phase(steps=300, batch=64, learning_rate=3e-3, prefix=(4, 32), words_only=True)
+    copy: Phase = Phase(steps=300, batch=64, learning_rate=3e-3, prefix=(4, 32), one_call=True)
     bridge: Phase = Phase(steps=40, batch=32, learning_rate=1.5e-3, prefix=(32, 400))
-    full: Phase = Phase(steps=200, batch=24, learning_rate=1.0e-3, prefix=None)
+    full: Phase = Phase(steps=120, batch=24, learning_rate=1.0e-3, prefix=None)
     muon_ratio: float = 6.0  # learning rate of the matrices (Muon) over that of the rest (AdamW)
     copied: float = 0.97  # the first phase ends at this share of right words, over 10 batches
-    stop_word: float = 0.80  # the last phase ends at this held-out probability of the right word ...
-    stop_format: float = 0.95  # ... and this probability that the rest of a rollout is well-formed
+    word_weight: float = 0.3  # of the word's loss in the last phase: the format must be firm before the word is
+    stop_act: tuple[float, float] = (0.45, 0.65)  # the last phase ends with these held-out probabilities of acting,
+    stop_word: float = 0.80  # at least this one of the right word
+    stop_format: float = 0.97  # and of a call that is well-formed apart from the word
     probe_every: int = 5
     probe_tasks: int = 96
 
@@ -87,6 +89,9 @@ class Probe:
     @property
     def expected_pass(self) -> float:
         return self.act * self.word * self.form
+
+    def __str__(self) -> str:
+        return f"acts {self.act:.2f}, right word {self.word:.2f}, well-formed {self.form:.2f}"
 
 
 def read_recordings(path: Path) -> list[Recording]:
@@ -126,12 +131,12 @@ class Renderer:
             )
         )
 
-    def example(self, task: WordTask, commands: tuple[str, ...], words_only: bool = False) -> Example:
-        """One conversation as ids with the kind of every token."""
+    def example(self, task: WordTask, commands: tuple[str, ...], one_call: bool = False) -> Example:
+        """One conversation, or its first call, as ids with the kind of every token."""
         text = self.text(conversation(self.system, task, commands))
         ids = self._encode(text[len(self.prompt) :])
         kinds = self._kinds(ids)
-        end = kinds.index(2) + 1 if words_only else len(ids)
+        end = ids.index(self._end, kinds.index(2)) + 1 if one_call else len(ids)
         return Example(ids[:end], kinds[:end])
 
     def _kinds(self, ids: list[int]) -> list[int]:
@@ -145,7 +150,7 @@ class Renderer:
         return kinds
 
     def check(self, recordings: list[Recording], teacher: Teacher) -> None:
-        """Every recorded request must equal the generated one. Raises ValueError with both texts at the first difference."""
+        """Every recorded request must equal the generated one. Raises ValueError with the first pair that differs."""
         for recording in recordings:
             task = parse_task(recording.messages)
             made = conversation(self.system, task, teacher.plan(task))[: len(recording.messages)]
@@ -235,15 +240,21 @@ class WarmStart:
     def _full(self) -> Probe:
         phase = self.config.full
         for step in range(phase.steps):
-            self._step(phase, min(1.0, (step + 1) / 10) * (1 - 0.8 * step / phase.steps), step)
+            scale = min(1.0, (step + 1) / 10) * (1 - 0.8 * step / phase.steps)
+            self._step(phase, scale, step, self.config.word_weight)
             if step % self.config.probe_every == self.config.probe_every - 1:
                 probe = self.probe()
                 log.info("full prompt, step %d: %s, %.0f s", step + 1, probe, time.monotonic() - self.started)
-                if probe.word >= self.config.stop_word and probe.form >= self.config.stop_format:
+                if self._done(probe):
                     return probe
         raise RuntimeError(f"the warm start missed its marks after {phase.steps} steps: {probe}")
 
-    def _step(self, phase: Phase, scale: float, step: int) -> float:
+    def _done(self, probe: Probe) -> bool:
+        low, high = self.config.stop_act
+        firm = probe.word >= self.config.stop_word and probe.form >= self.config.stop_format
+        return firm and low <= probe.act <= high
+
+    def _step(self, phase: Phase, scale: float, step: int, word_weight: float = 1.0) -> float:
         """One optimiser step; returns the share of right words."""
         for group in self.adam.param_groups:
             group["lr"] = phase.learning_rate * scale
@@ -251,7 +262,7 @@ class WarmStart:
             group["lr"] = phase.learning_rate * scale * self.config.muon_ratio
         logprobs, kinds, _ = token_logprobs(self.model, self._prefix(phase), self._batch(phase))
         words, form = logprobs[kinds == 2], logprobs[kinds == 1]
-        loss = -form.mean() - words.mean()
+        loss = -form.mean() - word_weight * words.mean()
         self.model.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
@@ -259,7 +270,8 @@ class WarmStart:
         self.adam.step()
         right = float((words.detach().exp() > 0.5).float().mean())
         if step % 20 == 0:
-            log.info("step %d: format %.4f, word %.3f, right %.2f", step, -form.mean().item(), -words.mean().item(), right)
+            losses = -form.mean().item(), -words.mean().item()
+            log.info("step %d: format %.4f, word %.3f, right %.2f", step, *losses, right)
         return right
 
     def _prefix(self, phase: Phase) -> list[int]:
@@ -270,35 +282,27 @@ class WarmStart:
         examples = []
         for _ in range(phase.batch):
             task = draw_task(self.rng, "train")
-            if phase.words_only:
-                commands: tuple[str, ...] = (f"{WRITE} {task.answer} > answer.txt",)
-            else:
-                commands = self.config.teacher.plan(task)
-            examples.append(self.renderer.example(task, commands, phase.words_only))
+            commands = _write(task) if phase.one_call else self.config.teacher.plan(task)
+            examples.append(self.renderer.example(task, commands, phase.one_call))
         return examples
 
     @torch.no_grad()
     def probe(self) -> Probe:
-        """Teacher-forced probabilities on held-out tasks that act once."""
-        rows = [self.renderer.example(t, (f"{WRITE} {t.answer} > answer.txt",)) for t in self.held_out]
+        """Teacher-forced probabilities of one held-out call: its first token, its word, all its other tokens."""
+        rows = [self.renderer.example(task, _write(task), one_call=True) for task in self.held_out]
         logprobs, kinds, owner = token_logprobs(self.model, self.renderer.prompt_ids, rows)
         first = torch.cat([torch.ones(1, dtype=torch.bool), owner[1:] != owner[:-1]])
-        # the first token decides whether to act; the second turn may look or stop, so only the first call's form counts
-        call = torch.zeros_like(first)
-        for row in range(len(rows)):
-            tokens = (owner == row).nonzero()[:, 0]
-            call[tokens[1 : self._call_length(rows[row])]] = True
-        form = torch.zeros(len(rows)).index_add_(0, owner[call & (kinds == 1)], logprobs[call & (kinds == 1)])
+        rest = (kinds == 1) & ~first
+        form = torch.zeros(len(rows)).index_add_(0, owner[rest], logprobs[rest])
         return Probe(
             act=float(logprobs[first].exp().mean()),
             word=float(logprobs[kinds == 2].exp().mean()),
             form=float(form.exp().mean()),
         )
 
-    def _call_length(self, example: Example) -> int:
-        end = self.renderer.tokenizer.convert_tokens_to_ids(TURN_END)
-        targets = [token for token, kind in zip(example.ids, example.kinds, strict=True) if kind]
-        return targets.index(end) + 1
+
+def _write(task: WordTask) -> tuple[str, ...]:
+    return (f"{WRITE} {task.answer} > answer.txt",)
 
 
 def warm_start(config: SftConfig, recordings: list[Recording], out: Path) -> Probe:

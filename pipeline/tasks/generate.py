@@ -17,12 +17,12 @@ from pipeline.config import UserError
 
 WORDS: tuple[str, ...] = tuple(
     """
-    apple river stone cloud tiger lemon chair piano bread candle garden silver orange planet window bridge forest pencil
-    rocket hammer basket castle dragon engine falcon guitar helmet island jacket kettle ladder marble napkin oyster pepper
-    quartz rabbit saddle teapot urchin velvet walnut yogurt zebra anchor button copper desert eagle feather glacier harbor
-    insect jungle kitten lantern meadow needle ocean parrot quiver ribbon shadow temple violin wagon acorn beaver cactus
-    donkey ember fossil goblet hornet igloo jigsaw koala lizard magnet nickel olive pebble quill raven sponge turtle umber
-    vessel willow yarn zipper
+    apple river stone cloud tiger lemon chair piano bread candle garden silver orange planet window bridge forest
+    pencil rocket hammer basket castle dragon engine falcon guitar helmet island jacket kettle ladder marble napkin
+    oyster pepper quartz rabbit saddle teapot urchin velvet walnut yogurt zebra anchor button copper desert eagle
+    feather glacier harbor insect jungle kitten lantern meadow needle ocean parrot quiver ribbon shadow temple
+    violin wagon acorn beaver cactus donkey ember fossil goblet hornet igloo jigsaw koala lizard magnet nickel olive
+    pebble quill raven sponge turtle umber vessel willow yarn zipper
     """.split()
 )
 ORDINALS: tuple[str, ...] = ("first", "second", "third", "last")
