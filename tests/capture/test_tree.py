@@ -5,11 +5,12 @@ from __future__ import annotations
 import tempfile
 from pathlib import Path
 
+import msgspec
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeline.capture import journal
-from pipeline.capture.dialects.base import Answer
+from pipeline.capture.dialects.base import Answer, ToolCall
 from pipeline.capture.ids import pack, shared_prefix, unpack
 from pipeline.capture.journal import Answered, Closed, Counted, Delivered, Journal, Node, Opened, Policy
 from pipeline.capture.session import Session, restore
@@ -116,6 +117,7 @@ def test_budget_and_tool_ids_survive_a_replay(tmp_path: Path) -> None:
     path = tmp_path / "journal"
     session = Session("s", POLICY)
     node = add(session, [1], [2], delivered=False)
+    node.answer = msgspec.structs.replace(ANSWER, tool_calls=(ToolCall(session.next_tool_id(), "bash", "{}"),))
     log = Journal(path)
     for record in (Opened("s", POLICY), Opened("gone", POLICY), Answered("s", node), Counted("s", "aborted")):
         log.append(record)
@@ -123,6 +125,7 @@ def test_budget_and_tool_ids_survive_a_replay(tmp_path: Path) -> None:
     log.append(Closed("gone"))
     restored = restore(journal.read(path))
     assert list(restored) == ["s"]
+    assert restored["s"].next_tool_id() == session.next_tool_id()
     assert restored["s"].started == 2 and restored["s"].tree.nodes[0].delivered
     log.rewrite(restored["s"].records())
     log.append(Counted("s", "aborted"))
