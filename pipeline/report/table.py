@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, Literal
 
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
 ALL = "all"
-HEADINGS = ("harness", "pass@1 before", "pass@1 after", "change, points", "tool calls", "malformed calls")
+HEADINGS = ("harness", "pass@1 before", "pass@1 after", "change, points", "tool calls", "malformed")
 NOTHING = "–"
+NARROW: dict[str, Any] = {"padding": (0, 1), "collapse_padding": True, "pad_edge": False}
 
 Results = Mapping[str, Any]
 
 
 def table_rows(results: Results) -> Iterator[tuple[str, ...]]:
-    """One row of cells a harness; with several, a last row over all of them."""
+    """One row of cells a harness; with several, one over all of them. A line end parts a value from its detail."""
     sides = [results["before"], results["after"]]
     harnesses = sorted({name for side in sides if side for name in side["harnesses"]})
     for harness in harnesses:
@@ -38,10 +40,11 @@ def closing_sentence(results: Results) -> str:
 
 
 def rich_table(results: Results) -> Table:
-    """The table for a terminal."""
-    table = Table(title="Held-out tasks, before and after training", title_justify="left", caption_justify="left")
+    """The table for a terminal of 80 columns or more."""
+    table = Table(title="Held-out tasks, before and after training", title_justify="left", box=SIMPLE_HEAD, **NARROW)
     for heading in HEADINGS:
-        table.add_column(heading, justify="left" if heading == HEADINGS[0] else "right", no_wrap=True)
+        justify: Literal["left", "right"] = "left" if heading == HEADINGS[0] else "right"
+        table.add_column(heading.replace(" ", "\n"), justify=justify, no_wrap=True)
     for cells in table_rows(results):
         table.add_row(*cells, style="bold" if cells[0] == ALL else None)
     return table
@@ -50,7 +53,7 @@ def rich_table(results: Results) -> Table:
 def markdown_table(results: Results) -> str:
     """The table and the sentence as Markdown."""
     lines = [HEADINGS, ("---", *["---:"] * (len(HEADINGS) - 1)), *table_rows(results)]
-    table = "\n".join("| " + " | ".join(cells) + " |" for cells in lines)
+    table = "\n".join("| " + " | ".join(cells).replace("\n", " ") + " |" for cells in lines)
     return f"{table}\n\n{closing_sentence(results)}\n"
 
 
@@ -68,8 +71,8 @@ def _row(name: str, before: Results | None, after: Results | None, change: Resul
         _rate(before),
         _rate(after),
         _change(change),
-        f"{_number(before, 'tool_calls')} → {_number(after, 'tool_calls')}",
-        f"{_percent(before, 'malformed_rate')} → {_percent(after, 'malformed_rate')}",
+        f"{_number(before, 'tool_calls')}\n→ {_number(after, 'tool_calls')}",
+        f"{_percent(before, 'malformed_rate')}\n→ {_percent(after, 'malformed_rate')}",
     )
 
 
@@ -81,14 +84,14 @@ def _rate(side: Results | None) -> str:
     if side is None:
         return NOTHING
     lo, hi = side["interval"]
-    return f"{100 * side['pass@1']:.1f}% ({100 * lo:.0f} to {100 * hi:.0f}, n = {side['n']})"
+    return f"{100 * side['pass@1']:.1f}% of {side['n']}\n({100 * lo:.0f} to {100 * hi:.0f})"
 
 
 def _change(change: Results | None) -> str:
     if change is None:
         return NOTHING
     lo, hi = change["interval"]
-    return f"{100 * change['pass@1']:+.1f} ({100 * lo:+.1f} to {100 * hi:+.1f})"
+    return f"{100 * change['pass@1']:+.1f}\n({100 * lo:+.1f} to {100 * hi:+.1f})"
 
 
 def _number(side: Results | None, key: str) -> str:

@@ -32,6 +32,7 @@ def test_smoothing_keeps_constants_and_lines_and_calms_noise() -> None:
     np.testing.assert_allclose(smooth(np.array([3.0]), np.array([0.7])), [0.7])
 
 
+@pytest.mark.slow
 def test_curves_and_held_out_points_leave_ink(tmp_path: Path) -> None:
     learning_curve(METRICS, tmp_path / "a" / "full.png", RESULTS, "a run")
     learning_curve(METRICS, tmp_path / "curve.png")

@@ -118,17 +118,32 @@ def test_an_evaluation_that_did_not_run_is_null(rollout: Make, tmp_path: Path) -
 
 def test_the_table_shows_each_harness_and_all(results: dict[str, Any]) -> None:
     lines = markdown_table(json.loads(json.dumps(results))).splitlines()
-    assert lines[2].startswith("| codex | 25.0% (5 to 70, n = 4) | 50.0% (15 to 85, n = 4) | +25.0 (")
+    assert lines[2].startswith("| codex | 25.0% of 4 (5 to 70) | 50.0% of 4 (15 to 85) | +25.0 (")
     assert lines[3].startswith("| pi |")
-    rates = "| all | 25.0% (7 to 59, n = 8) | 62.5% (31 to 86, n = 8) |"
+    rates = "| all | 25.0% of 8 (7 to 59) | 62.5% of 8 (31 to 86) |"
     assert lines[4] == f"{rates} +37.5 (+0.0 to +75.0) | 4.00 → 2.00 | 20.0% → 0.0% |"
     assert lines[6] == "Held-out pass@1: +37.5 points, 95% interval 0.0 to 75.0, n = 4 pairs."
 
 
-def test_the_terminal_shows_the_same_cells_on_120_columns(results: dict[str, Any]) -> None:
+def test_nothing_is_cut_on_80_columns(results: dict[str, Any]) -> None:
+    for name in ("before", "after", "difference"):
+        harnesses = results[name]["harnesses"]
+        harnesses["mini-swe-agent"] = harnesses.pop("codex")
+    results["after"]["harnesses"]["pi"]["n"] = 1000
     stream = io.StringIO()
-    print_results(results, Console(file=stream, width=120))
+    print_results(results, Console(file=stream, width=80))
     shown = stream.getvalue()
-    for cell in ("62.5% (31 to 86, n = 8)", "+37.5 (+0.0 to +75.0)", "20.0% → 0.0%", "2 updates", "3.0 minutes"):
+    cells = (
+        "mini-swe-agent",
+        "75.0% of 1000",
+        "(31 to 86)",
+        "+37.5",
+        "(+0.0 to +75.0)",
+        "→ 2.00",
+        "20.0%",
+        "malformed",
+    )
+    for cell in (*cells, "2 updates, 96 training rollouts, 3.0 minutes, seed 7."):
         assert cell in shown
-    assert max(map(len, shown.splitlines())) <= 120
+    assert "…" not in shown
+    assert max(map(len, shown.splitlines())) <= 80

@@ -59,7 +59,8 @@ def assert_same(left: RolloutRecord, right: RolloutRecord) -> None:
             assert getattr(mine, name).dtype == getattr(other, name).dtype
 
 
-@settings(max_examples=30, deadline=None)
+@pytest.mark.slow
+@settings(max_examples=15, deadline=None)
 @given(shapes=st.lists(st.lists(st.integers(0, 9), max_size=3), max_size=4))
 def test_a_group_comes_back_exactly(tmp_path_factory: pytest.TempPathFactory, shapes: list[list[int]]) -> None:
     path = tmp_path_factory.mktemp("groups") / "g.parquet"

@@ -103,6 +103,7 @@ def test_a_verifier_out_of_time_is_ungraded(score: Verify, sandbox: Sandbox) -> 
     assert "not done after 0.5 s" in verdict.reason
 
 
+@pytest.mark.slow
 def test_a_workspace_that_drives_the_tests_over_a_limit_scores_zero(
     score: Verify, isolated: Sandbox, workspace: Path
 ) -> None:
