@@ -45,7 +45,7 @@ def build_results(
         "before": evaluation_summary(before, planned),
         "after": evaluation_summary(after, planned),
         "difference": _difference_summary(before, after, meta["seed"]),
-        "provisional": any(len(graded(side)) < planned for side in (before, after)),
+        "provisional": any(len(graded(side)) < planned for side in (before, after) if side),
         "updates": max(_column(metrics, "update"), default=0),
         "rollouts": meta["rollouts"],
         "wall_s": _wall(meta["wall_s"]),

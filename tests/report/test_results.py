@@ -110,7 +110,7 @@ def test_an_evaluation_that_did_not_run_is_null(rollout: Make, tmp_path: Path) -
     results = build_results([], evaluation(rollout, {"pi": [True, False]}), [], meta(planned=2))
     write_results(tmp_path / "report" / "results.json", results)
     read = json.loads((tmp_path / "report" / "results.json").read_text())
-    assert read["before"] is None and read["difference"] is None
+    assert read["before"] is None and read["difference"] is None and read["provisional"] is False
     assert (read["updates"], read["sync_s"], read["max_staleness"]) == (0, None, None)
     text = markdown_table(read)
     assert "not measured" in text and "| pi | – | 50.0%" in text
