@@ -123,10 +123,8 @@ class TrainerRank:
     def _update(self, batch: list[ReadyGroup], waited_s: float) -> None:
         started = time.monotonic()
         groups = [ready.group for ready in batch]
-        metrics = group_metrics(groups, self.flow.version) if groups else {}
         self.trainer.policy_version = self.flow.version
-        metrics |= self.trainer.update(groups)
-        stepped = time.monotonic()
+        metrics = self.trainer.update(groups) | (group_metrics(groups, self.flow.version) if groups else {})
         self.attempt.check_fence()
         dropped = self.flow.dropped_stale
         progress = self.coordinator.finish_update(batch)
@@ -139,10 +137,11 @@ class TrainerRank:
                 "perf/weight_sync_pause_s": timings.pause_s,
                 "perf/weight_sync_transfer_s": timings.transfer_s,
             }
+        step_s = waited_s + time.monotonic() - started
         metrics |= {
             "perf/rollout_wait_s": waited_s,
-            "perf/fwd_bwd_s": stepped - started,
-            "perf/step_s": waited_s + time.monotonic() - started,
+            "perf/step_s": step_s,
+            "perf/trained_tok_s_wall_clock": metrics.get("batch/trained_tokens_per_step", 0.0) / step_s,
             "sample/dropped_stale_total": float(dropped),
             "sample/rollout_queue_size": float(len(self.flow.ready)),
             "rollouts_total": float(self.state["rollouts"]),
