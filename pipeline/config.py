@@ -1,4 +1,7 @@
-"""Every knob, as one dataclass a config group. Defaults live in conf/; these types reject unknown keys and wrong types."""
+"""Every knob, as one dataclass a config group.
+
+Defaults live in conf/; these types reject unknown keys and wrong types.
+"""
 
 from __future__ import annotations
 

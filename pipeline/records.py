@@ -1,4 +1,7 @@
-"""The records that pass between rooms, and their Arrow schemas. Rooms share these and import nothing else of each other."""
+"""The records that pass between rooms, and their Arrow schemas.
+
+Rooms share these and import nothing else of each other.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,9 @@ import pyarrow as pa
 
 @dataclass(frozen=True, order=True)
 class PolicyVersion:
-    """One set of weights: ``n`` grows by one at each weight sync; ``attempt`` keeps a restarted run from reusing a number."""
+    """One set of weights: ``n`` grows by one at each weight sync; ``attempt`` keeps a restarted run from reusing a
+    number.
+    """
 
     attempt: int
     n: int
@@ -60,8 +65,10 @@ class VersionSpan:
 class Call:
     """One model request and its answer, as the engine saw it.
 
-    ``prompt_ids`` int32 [P]; ``sampled_ids`` int32 [S], the end token included; ``logprobs`` float32 [S], of the sampled
-    tokens under the distribution that was sampled from. ``parent`` is the call whose prompt + sampled ids are the longest
+    ``prompt_ids`` int32 [P]; ``sampled_ids`` int32 [S], the end token included; ``logprobs`` float32 [S], of the
+    sampled
+    tokens under the distribution that was sampled from. ``parent`` is the call whose prompt + sampled ids are the
+    longest
     such prefix of this prompt, or None for a root.
     """
 
@@ -96,7 +103,8 @@ class Trace:
 
 @dataclass(frozen=True)
 class Row:
-    """One root-to-leaf path. ``input_ids`` int32 [L], ``loss_mask`` bool [L] (True = train this token), ``logprobs`` float32 [L]
+    """One root-to-leaf path. ``input_ids`` int32 [L], ``loss_mask`` bool [L] (True = train this token), ``logprobs``
+    float32 [L]
     (behaviour logprob where the token was sampled, 0 elsewhere)."""
 
     input_ids: np.ndarray

@@ -131,7 +131,7 @@ def test_groups_of_a_lost_engine_are_leased_again() -> None:
 @settings(max_examples=150, deadline=None)
 @given(st.data())
 def test_every_group_ends_exactly_once_whatever_happens(data: st.DataObject) -> None:
-    """Random closes, skips, failures, lost engines and crashes: the trained sets of surviving history are disjoint and complete."""
+    """Random closes, skips, failures, lost engines and crashes: what survives is trained once, and nothing is lost."""
     rng = np.random.default_rng(data.draw(st.integers(0, 2**32)))
     config = algorithm(updates=5, max_staleness=int(rng.integers(1, 4)), stale_wait_s=3.0, max_rerolls=2)
     saved, attempt, clock = FlowState().to_json(), 1, 0.0
