@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import random
 import shutil
 import tempfile
 import time
@@ -98,10 +99,14 @@ class EngineRank:
 
     async def _start_engine(self) -> None:
         self.starting = True
-        self.server.start(self.config.model.path)
+        self.server.start(self.config.model.path, self._engine_seed())
         await asyncio.to_thread(self.server.wait_ready, self.config.engine.start_timeout_s)
         await asyncio.to_thread(self.server.warm_up)
         self.starting = False
+
+    def _engine_seed(self) -> int:
+        """Another one at every start: vLLM's own default would sample the same numbers again after each."""
+        return random.Random(f"{self.config.seed}/{self.attempt.number}/{self.name}/{self.restarts}").getrandbits(31)
 
     async def _register(self) -> None:
         await self._call("register", url=self.server.url, control_url=self.control.url)
