@@ -64,7 +64,7 @@ class _JoinedAttention(torch.autograd.Function):
 
 
 def _fold(states: Tensor, kv_heads: int) -> Tensor:
-    """[rows, heads, length, d] -> [1, kv_heads, rows·(heads/kv_heads)·length, d]: a key head's queries in one sequence."""
+    """[rows, heads, length, d] -> [1, kv_heads, rows·heads/kv_heads·length, d]: a key head's queries in a row."""
     rows, width = states.shape[0], states.shape[-1]
     return states.reshape(rows, kv_heads, -1, width).transpose(0, 1).reshape(1, kv_heads, -1, width)
 

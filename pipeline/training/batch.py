@@ -91,7 +91,7 @@ def has_contrast(group: TrainGroup) -> bool:
 
 
 def check_group(group: TrainGroup) -> None:
-    """Raise ValueError for a record that cannot be trained on: unequal lengths, a trained token that nothing predicts."""
+    """Raise ValueError for a record that cannot be trained on: unequal lengths, a trained first token."""
     if len(group.rollouts) != len(group.advantages):
         raise ValueError(f"group {group.group_id}: {len(group.rollouts)} rollouts, {len(group.advantages)} advantages")
     for rollout in group.rollouts:
@@ -205,7 +205,7 @@ def _spread(batches: Sequence[RowBatch], ranks: int) -> list[list[RowBatch]]:
 
 
 def collate(batch: RowBatch, pad_id: int = 0) -> MicroBatch:
-    """Right-padded tensors: padding follows every real token, so causal attention, convolution or recurrence never sees it."""
+    """Right-padded tensors: padding follows every real token, so no causal layer of any kind sees it."""
     rows, start = batch.rows, batch.prefix
     length = max(map(len, rows)) - start
     input_ids = torch.full((len(rows), length), pad_id, dtype=torch.long)

@@ -1,6 +1,6 @@
 """Checkpoints and exports that are whole or absent: written beside their place, flushed to disk, then renamed.
 
-A checkpoint is a directory ``000007-update-000024`` with a manifest of its files, written last; the rest is the caller's.
+A checkpoint is a directory ``000007-update-000024`` with a manifest of its files, written last.
 """
 
 from __future__ import annotations
@@ -13,10 +13,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError
+
 from pipeline.config import UserError
 
 MANIFEST = "manifest.json"
 PARTIAL = ".partial-"
+WRITE_FAILURES = (OSError, RuntimeError, SafetensorError)  # torch and safetensors hide the OSError of a full disk
 MIB = 1024 * 1024
 
 
@@ -94,14 +97,14 @@ def _sync(path: Path) -> None:
 
 
 def write_atomically(target: Path, write: Callable[[Path], None]) -> None:
-    """Let ``write`` fill a directory, then publish it as ``target``. Raises CheckpointError when that fails (full disk)."""
+    """Let ``write`` fill a directory, then publish it as ``target``. Raises CheckpointError if that fails."""
     target.parent.mkdir(parents=True, exist_ok=True)
     partial = partial_path(target)
     try:
         partial.mkdir()
         write(partial)
         publish(partial, target)
-    except (OSError, RuntimeError) as error:
+    except WRITE_FAILURES as error:
         shutil.rmtree(partial, ignore_errors=True)
         raise write_error(target, str(error)) from error
 
@@ -116,7 +119,7 @@ def write_error(target: Path, cause: str) -> CheckpointError:
 
 
 def prune(root: Path, keep: int) -> None:
-    """Delete all but the newest ``keep`` complete checkpoints, incomplete ones older than those, and abandoned partials.
+    """Delete all but the newest ``keep`` complete checkpoints, incomplete older ones, and abandoned partials.
 
     Only the one writer of ``root`` may call this, with no write in progress.
     """

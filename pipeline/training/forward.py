@@ -65,7 +65,7 @@ class PolicyModel(nn.Module):
         ).last_hidden_state
 
     def _logprobs(self, hidden: Float[Tensor, "tokens width"], targets: Int[Tensor, "tokens"]) -> tuple[Tensor, Tensor]:
-        """The head and its softmax, a few tokens at a time; if in several chunks, computed again in the backward pass."""
+        """The head and its softmax in chunks of tokens; several are computed again in the backward pass."""
         size = max(1, LOGIT_CHUNK // self.model.config.get_text_config().vocab_size)
         chunks = list(zip(hidden.split(size), targets.split(size), strict=True))
         if len(chunks) == 1:

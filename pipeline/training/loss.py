@@ -24,9 +24,9 @@ NO_VALUE = float("-inf")  # the maximum over nothing
 class LossInputs:
     """The trained tokens of one micro-batch, flattened.
 
-    ``logprobs`` are the trainer's and carry gradients; ``behaviour`` those the engine sampled with; ``weights`` hold all
-    that normalises (see ``token_weights``). ``entropy`` is detached and only reported. ``comparable`` marks tokens that
-    the trainer's own weights sampled, where the two logprobs should agree.
+    ``logprobs`` are the trainer's and carry gradients; ``behaviour`` those the engine sampled with; ``weights`` hold
+    all that normalises (see ``token_weights``). ``entropy`` is detached and only reported. ``comparable`` marks tokens
+    that the trainer's own weights sampled, where the two logprobs should agree.
     """
 
     logprobs: Float[Tensor, "tokens"]
@@ -39,7 +39,7 @@ class LossInputs:
 
 @dataclass(frozen=True)
 class LossOutputs:
-    """``loss`` is this micro-batch's part of the step's loss: parts add up, and so do ``sums``; of ``maxima`` the largest."""
+    """``loss`` is this micro-batch's part of the step's loss: parts add up, ``sums`` too; ``maxima`` do not."""
 
     loss: Float[Tensor, ""]
     sums: dict[str, float]
@@ -116,7 +116,7 @@ AGGREGATIONS: dict[str, Callable[[Sequence[TrainGroup], AlgorithmConfig], list[l
 
 
 def token_weights(groups: Sequence[TrainGroup], algorithm: AlgorithmConfig) -> list[list[float]]:
-    """The weight of one token of each rollout, [group][rollout], for one optimizer step's groups (all with contrast)."""
+    """The weight of one token of each rollout, [group][rollout], for the groups of one optimizer step."""
     return AGGREGATIONS[algorithm.aggregation](groups, algorithm)
 
 
@@ -126,7 +126,8 @@ def check_algorithm(algorithm: AlgorithmConfig) -> None:
     _check_name("algorithm.aggregation", algorithm.aggregation, AGGREGATIONS)
     if not (0 < algorithm.clip_low < 1 and algorithm.clip_high > 0):
         raise UserError(
-            f"algorithm.clip_low={algorithm.clip_low} must lie in (0, 1) and algorithm.clip_high={algorithm.clip_high} above 0"
+            f"algorithm.clip_low={algorithm.clip_low} must lie in (0, 1), "
+            f"algorithm.clip_high={algorithm.clip_high} above 0"
         )
     if algorithm.minibatches < 1 or algorithm.constant_tokens < 1:
         raise UserError("algorithm.minibatches and algorithm.constant_tokens must be at least 1")

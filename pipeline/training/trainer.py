@@ -1,7 +1,7 @@
-"""The trainer of one policy: GRPO updates over closed groups through DeepSpeed, checkpoints, and weights for the engine.
+"""The trainer of one policy: GRPO updates over closed groups through DeepSpeed, checkpoints, weights for the engine.
 
-From GRPO it takes the group baseline (in the advantages that come in) and PPO's clip; it leaves out the KL term and the reference
-model. One pass over the groups of an update; each minibatch of whole groups is one optimizer step.
+From GRPO it takes the group baseline (in the advantages that come in) and PPO's clip; it leaves out the KL term and the
+reference model. One pass over the groups of an update; each minibatch of whole groups is one optimizer step.
 """
 
 from __future__ import annotations
@@ -62,8 +62,8 @@ MAX_NAMES = ("ratio/max", "logprob_diff_max")
 class Trainer:
     """One policy under training; collective: every rank of the trainer's process group makes the same calls.
 
-    ``updates`` counts the updates done, skipped ones too. Set ``policy_version`` to the version of the current weights to restrict
-    ``logprob_diff_max`` to rollouts that these weights sampled. ``temperature`` is the one the engine samples with.
+    ``updates`` counts the updates done, skipped ones too. Set ``policy_version`` to the current weights' version to
+    restrict ``logprob_diff_max`` to rollouts that these weights sampled. ``temperature`` is the one of the engine.
     Raises UserError for settings or models it cannot train.
     """
 
@@ -105,7 +105,7 @@ class Trainer:
 
         Groups without contrast are left out; with none left no step is made and ``skipped`` is 1.
         ``logprob_diff_max`` is absent when no token of the first minibatch can be compared.
-        Raises ValueError for a malformed group and FloatingPointError before a loss that is not finite reaches the weights.
+        Raises ValueError for a malformed group, FloatingPointError before a loss that is not finite moves the weights.
         """
         started = time.perf_counter()
         received: list[TrainGroup] = distributed.from_rank_zero(list(groups or ()))
@@ -191,12 +191,12 @@ class Trainer:
             torch.save(distributed.random_state(), partial / f"random-{self.rank}.pt")
             self.engine.save_checkpoint(str(partial), tag=ENGINE_TAG, save_latest=False)
             checkpoint.sync_tree(partial)
-        except (OSError, RuntimeError) as error:
+        except checkpoint.WRITE_FAILURES as error:
             return str(error) or type(error).__name__
         return None
 
     def load(self, root: Path) -> dict[str, Any]:
-        """Restore the newest complete checkpoint under ``root`` and return its ``state``; ``{}`` and no change if there is none.
+        """Restore the newest complete checkpoint under ``root`` and return its ``state``; ``{}`` if there is none.
 
         Raises CheckpointError when it was written by another number of ranks or another ZeRO stage.
         """
@@ -218,7 +218,7 @@ class Trainer:
         return state
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Name and value of each parameter as the engine's checkpoint names them; a tied head comes once, as the embedding.
+        """Name and value of each parameter as the model's own checkpoint names it; a tied head is the embedding only.
 
         Under ZeRO-3 each tensor is gathered while it is yielded, so every rank must exhaust the iterator.
         """
@@ -234,7 +234,7 @@ class Trainer:
         return deepspeed.zero.GatheredParameters([parameter])
 
     def export(self, target: Path) -> None:
-        """Write a Hugging Face directory that transformers and vLLM load; whole or absent. Raises CheckpointError on failure."""
+        """Write a Hugging Face directory that transformers and vLLM load, whole or not at all (CheckpointError)."""
         weights = {
             name: value.detach().to("cpu", copy=self.training.zero_stage == 3).contiguous()
             for name, value in self.named_weights()
@@ -272,7 +272,7 @@ def check_training(training: TrainingConfig) -> None:
 
 
 def learning_rate(training: TrainingConfig, update: int, total: int) -> float:
-    """The rate of update ``update`` (from 0): constant, then linear down to ``min_lr_ratio`` at the last of ``total``."""
+    """The rate of update ``update`` (from 0): constant, then linear to ``min_lr_ratio`` at the last of ``total``."""
     start = total * (1 - training.decay_fraction)
     span = total - 1 - start
     progress = min(1.0, max(0.0, (update - start) / span)) if span > 0 else 0.0
@@ -305,7 +305,7 @@ def load_model(path: Path, dtype: torch.dtype) -> PreTrainedModel:
 
 
 def make_engine(policy: PolicyModel, training: TrainingConfig) -> Any:
-    """DeepSpeed around ``policy`` with torch's AdamW; the caller's ``step()`` ends an accumulation, nothing is rescaled."""
+    """DeepSpeed around ``policy`` with torch's AdamW; ``step()`` ends an accumulation and nothing is rescaled."""
     import deepspeed
 
     optimizer = torch.optim.AdamW(
@@ -339,7 +339,7 @@ def quiet_deepspeed() -> Iterator[None]:
 
 
 def summarise(steps: Sequence[dict[str, float]]) -> dict[str, float]:
-    """Metrics of an update from those of its steps: means over tokens, maxima, and what only the first minibatch can tell."""
+    """Metrics of an update from those of its steps: means over tokens, maxima, and what only the first can tell."""
     if not steps:
         return {"skipped": 1.0}
     tokens = sum(step["tokens"] for step in steps)

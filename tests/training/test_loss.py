@@ -25,7 +25,7 @@ def policy_logprobs(ids: np.ndarray) -> np.ndarray:
 
 
 def reference(groups: list[TrainGroup], aggregation: str) -> tuple[float, dict[tuple[int, ...], float]]:
-    """L = −(1/N) Σ_g (1/T̄_g) Σ_i Σ_k Σ_t m·ℓ and its kin, one token at a time; also dL/dlogπ by the ids up to the token."""
+    """L = −(1/N) Σ_g (1/T̄_g) Σ_i Σ_k Σ_t m·ℓ and its kin, token by token; also dL/dlogπ, keyed by the ids."""
     n = sum(len(group.rollouts) for group in groups)
     total = sum(row.loss_mask.sum() for group in groups for member in group.rollouts for row in member.rows)
     loss, gradients = 0.0, {}
@@ -104,7 +104,7 @@ def test_batching_changes_nothing(aggregation: str, seed: int, budget: int, shar
 
 
 def split_row(row: Row, at: int) -> tuple[Row, ...]:
-    """A row as two: the tokens before ``at`` supervised in the first, the rest in the second, which repeats them as context."""
+    """A row as two: the tokens before ``at`` supervised in the first, the rest in the second."""
     late = np.arange(len(row.input_ids)) >= at
     parts = (
         Row(row.input_ids[:at], row.loss_mask[:at], row.logprobs[:at]),

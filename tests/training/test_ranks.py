@@ -1,0 +1,98 @@
+"""Two trainer processes over gloo do what one does."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from training_helpers import save_model
+
+SCRIPT = """
+import json, sys
+from pathlib import Path
+sys.path[:0] = {path!r}
+from training_helpers import random_groups
+from pipeline.config import AlgorithmConfig, TrainingConfig, UserError
+from pipeline.training.trainer import Trainer
+out, stage, resume = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3] == "resume"
+training = TrainingConfig(learning_rate=5e-4, zero_stage=stage, token_budget=60)
+trainer = Trainer({model!r}, training, AlgorithmConfig(minibatches=2), 0, 4)
+if resume:
+    assert trainer.load(out / "checkpoints") == {{"count": 1}}
+for seed in (1, 2) if resume else (0, 1, 2):
+    metrics = trainer.update(random_groups(seed) if trainer.rank == 0 else None)
+    if seed == 0:
+        trainer.save(out / "checkpoints", {{"count": 1}})
+trainer.export(out / ("resumed" if resume else "export"))
+if trainer.rank == 0:
+    (out / "metrics.json").write_text(json.dumps(metrics))
+"""
+
+
+@pytest.fixture(scope="module")
+def script(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("ranks")
+    model = save_model(root / "model")
+    path = root / "train.py"
+    path.write_text(SCRIPT.format(path=[*sys.path, str(Path(__file__).parent)], model=str(model)))
+    return path
+
+
+def train(script: Path, out: Path, stage: int, ranks: int, resume: bool = False) -> subprocess.CompletedProcess[str]:
+    """Run the script on ``ranks`` processes; the result is rank 0's."""
+    out.mkdir(exist_ok=True)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    common = os.environ | {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    command = [sys.executable, str(script), str(out), str(stage), "resume" if resume else "fresh"]
+    processes = [
+        subprocess.Popen(
+            command,
+            env=common | {"RANK": str(rank), "LOCAL_RANK": str(rank), "OMP_NUM_THREADS": "1"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(ranks)
+    ]
+    try:
+        outputs = [process.communicate(timeout=200)[0] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    return subprocess.CompletedProcess(command, processes[0].returncode, outputs[0])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_two_ranks_equal_one(script: Path, tmp_path: Path, stage: int) -> None:
+    for ranks in (1, 2):
+        done = train(script, tmp_path / str(ranks), stage, ranks)
+        assert done.returncode == 0, done.stdout[-3000:]
+    one, two = (load_file(tmp_path / name / "export" / "model.safetensors") for name in "12")
+    assert one.keys() == two.keys()
+    for name, value in one.items():
+        torch.testing.assert_close(two[name], value, rtol=0, atol=2e-6)
+    metrics = [json.loads((tmp_path / name / "metrics.json").read_text()) for name in "12"]
+    for name in ("loss", "entropy", "grad_norm", "mismatch_kl", "ratio/mean", "logprob_diff_max", "batch/rows"):
+        assert metrics[1][name] == pytest.approx(metrics[0][name], rel=1e-4), name
+    assert metrics[1]["batch/forwards_per_step"] < metrics[0]["batch/forwards_per_step"]
+
+
+@pytest.mark.slow
+def test_two_ranks_resume_bit_equal_and_one_rank_is_refused(script: Path, tmp_path: Path) -> None:
+    assert train(script, tmp_path, 2, 2).returncode == 0
+    done = train(script, tmp_path, 2, 2, resume=True)
+    assert done.returncode == 0, done.stdout[-3000:]
+    straight, resumed = (load_file(tmp_path / name / "model.safetensors") for name in ("export", "resumed"))
+    assert all(torch.equal(value, resumed[name]) for name, value in straight.items())
+    refused = train(script, tmp_path, 2, 1, resume=True)
+    assert refused.returncode != 0 and "written with ranks=2, this run has ranks=1" in refused.stdout
