@@ -93,12 +93,17 @@ class Call:
 
 @dataclass(frozen=True)
 class Trace:
-    """The tree of one rollout's calls, in the order of their answers; a parent stands before its children."""
+    """The tree of one rollout's calls, in the order of their answers; a parent stands before its children.
+
+    ``transcript`` is empty unless the upstream gave text instead of token ids; then it holds, call by call,
+    ``{"messages", "tools", "answer"}`` in Chat Completions form.
+    """
 
     session_id: str
     calls: tuple[Call, ...]
     dialect: str = ""
     counters: dict[str, int] = field(default_factory=dict)
+    transcript: tuple[dict[str, Any], ...] = ()
 
 
 @dataclass(frozen=True)

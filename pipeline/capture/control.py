@@ -14,6 +14,8 @@ from typing import Any
 
 MESSAGE_CAP = 2**17  # bytes; traces travel as files
 FDS_CAP = 4
+UPSTREAMS = ("engine", "text")  # token ids, or plain Chat Completions
+UPSTREAM_KEY = "YOKE_UPSTREAM_KEY"  # environment: the API key of a text upstream
 
 
 def pair() -> tuple[socket.socket, socket.socket]:

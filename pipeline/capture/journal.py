@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -24,12 +25,20 @@ class Policy(msgspec.Struct, frozen=True):
     model_name: str
 
 
+class Asked(msgspec.Struct, frozen=True):
+    """A canonical request: the first ``keep`` messages of the call before, then ``messages``."""
+
+    keep: int
+    messages: list[dict[str, Any]]
+    tools: list[dict[str, Any]] | None
+
+
 class Node(msgspec.Struct):
     """One call. Its sequence (prompt + sampled) is the base's first ``keep`` ids + ``suffix`` + ``sampled``.
 
     ``suffix`` and ``sampled`` are int32 bytes, ``logprobs`` float32 bytes of the sampled ids. ``parent`` is the call
     whose whole sequence is a prefix of this prompt; ``base`` only saves memory. ``versions`` holds (version, start,
-    end) spans.
+    end) spans. A call of a text upstream has no ids; ``asked`` is its request instead.
     """
 
     call_id: int
@@ -47,6 +56,7 @@ class Node(msgspec.Struct):
     malformed: bool
     seconds: float
     delivered: bool = False
+    asked: Asked | None = None
 
 
 class Opened(msgspec.Struct, tag="open"):

@@ -8,7 +8,8 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 
 from pipeline.capture.dialects.base import ApiError, Fault
-from pipeline.capture.journal import Answered, Closed, Counted, Delivered, Opened, Policy, Record
+from pipeline.capture.journal import Answered, Closed, Counted, Delivered, Node, Opened, Policy, Record
+from pipeline.capture.transcript import Transcript
 from pipeline.capture.tree import Tree
 
 
@@ -19,6 +20,7 @@ class Session:
         self.id = session_id
         self.policy = policy
         self.tree = Tree()
+        self.transcript = Transcript()
         self.counters: Counter[str] = Counter()
         self.started = 0  # calls that the engine began, the aborted ones included
         self.tool_ids = 0
@@ -49,11 +51,17 @@ class Session:
         self.tool_ids += 1
         return f"call_{self.suffix}_{self.tool_ids}"
 
+    def add(self, node: Node) -> None:
+        """Append a call."""
+        self.tree.add(node)
+        if node.asked is not None:
+            self.transcript.add(node.asked)
+
     def apply(self, record: Record) -> None:
         """Take in one record of a journal."""
         match record:
             case Answered(node=node):
-                self.tree.add(node)
+                self.add(node)
                 self.started += 1
                 self.tool_ids += len(node.answer.tool_calls)
             case Delivered(call_id=call_id):

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import functools
 import gc
 import logging
+import os
 import resource
 import signal
 import socket
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +25,10 @@ from uvicorn.server import ServerState
 
 from pipeline.capture import journal as records
 from pipeline.capture.app import Connection, SessionApp
-from pipeline.capture.control import Channel
+from pipeline.capture.control import UPSTREAM_KEY, UPSTREAMS, Channel
 from pipeline.capture.journal import Closed, Journal, Opened, Policy
 from pipeline.capture.session import Session, file_name, restore
-from pipeline.capture.turn import Turns
+from pipeline.capture.turn import EngineTurns, Turns
 from pipeline.capture.upstream import Engine
 
 KEEP_ALIVE_S = 3600  # harnesses idle as long as their tools run
@@ -68,12 +70,12 @@ class Listener:
 class Shard:
     """The sessions of this process and the supervisor's orders. Every order is answered by ``{"id", "ok", ...}``."""
 
-    def __init__(self, control: socket.socket, journal_path: Path, engine: Engine) -> None:
+    def __init__(self, control: socket.socket, journal_path: Path, make_turns: Callable[[Journal], Turns]) -> None:
         self._directory = journal_path.parent
         self._sessions = restore(records.read(journal_path))
         self._journal = Journal(journal_path)
         self._journal_floor = self._journal.size
-        self._turns = Turns(engine, self._journal)
+        self._turns = make_turns(self._journal)
         self._listeners: dict[str, Listener] = {}
         self._config = uvicorn.Config(
             _no_app, lifespan="off", ws="none", log_config=None, access_log=False, server_header=False,
@@ -154,11 +156,21 @@ async def _no_app(scope: Any, receive: Any, send: Any) -> None:
 
 async def serve(arguments: argparse.Namespace) -> None:
     """Serve until the supervisor is gone."""
-    engine = Engine(arguments.engine, arguments.model, arguments.request_timeout, arguments.outage)
-    shard = Shard(socket.socket(fileno=arguments.control), arguments.journal, engine)
+    shard = Shard(socket.socket(fileno=arguments.control), arguments.journal, turns_factory(arguments))
     gc.collect()
     gc.freeze()
     await shard.ended.wait()
+
+
+def turns_factory(arguments: argparse.Namespace) -> Callable[[Journal], Turns]:
+    """Makes the turns for the kind of upstream that was asked for."""
+    limits = arguments.request_timeout, arguments.outage
+    if arguments.upstream == "engine":
+        return functools.partial(EngineTurns, Engine(arguments.engine, arguments.model, *limits))
+    from pipeline.capture.text import TextTurns, TextUpstream  # httpx is slow to import and not for the hot path
+
+    key = os.environ.get(UPSTREAM_KEY, "")
+    return functools.partial(TextTurns, TextUpstream(arguments.engine, arguments.model, key, *limits))
 
 
 def main() -> None:
@@ -166,7 +178,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--control", type=int, required=True, help="inherited descriptor of the control socket")
     parser.add_argument("--journal", type=Path, required=True)
-    parser.add_argument("--engine", required=True, help="URL of the engine")
+    parser.add_argument("--engine", required=True, help="URL of the engine, or of a text upstream")
+    parser.add_argument("--upstream", choices=UPSTREAMS, default="engine")
     parser.add_argument("--model", required=True, help="name under which the engine serves the policy")
     parser.add_argument("--request-timeout", type=float, default=300.0, help="seconds for one request to the engine")
     parser.add_argument("--outage", type=float, default=60.0, help="seconds that an engine outage is waited out")

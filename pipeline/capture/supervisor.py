@@ -49,7 +49,7 @@ class _Open:
 class _Shard:
     """One shard's process, as the supervisor sees it; the process may be a later one than before."""
 
-    def __init__(self, index: int, command: Sequence[str], journal: Path) -> None:
+    def __init__(self, index: int, command: Sequence[str], journal: Path, environment: dict[str, str]) -> None:
         self.index = index
         self.sessions: dict[str, _Open] = {}
         self.ready = asyncio.Event()
@@ -57,6 +57,7 @@ class _Shard:
         self.stats: dict[str, int] = {}
         self.starts = 0
         self._command = [*command, "--journal", str(journal)]
+        self._environment = environment
         self._log_path = journal.with_suffix(".log")
         self._numbers = itertools.count()
         self._waiting: dict[int, asyncio.Future[dict[str, Any]]] = {}
@@ -84,7 +85,7 @@ class _Shard:
             self._process = subprocess.Popen(
                 [*self._command, "--control", str(theirs.fileno())],
                 pass_fds=(theirs.fileno(),), stdin=subprocess.DEVNULL, stdout=out, stderr=out,
-                start_new_session=True, env=_environment(),
+                start_new_session=True, env=self._environment,
             )  # fmt: skip
         self._channel = control.Channel(ours, self._hear, self.gone.set)
         self._heard = time.monotonic()
@@ -139,12 +140,22 @@ class ShardSupervisor:
         model_name: str,
         request_timeout_s: float = 300.0,
         outage_s: float = 60.0,
+        upstream: str = "engine",
+        upstream_key: str | None = None,
     ) -> None:
+        """``upstream="text"``: ``engine_url`` is the base URL of any Chat Completions API that serves ``model_name``.
+
+        Its API key is ``upstream_key``, else the environment's YOKE_UPSTREAM_KEY. Its traces hold text, no ids.
+        """
+        if upstream not in control.UPSTREAMS:
+            raise ValueError(f"upstream={upstream!r} is none of {control.UPSTREAMS}")
         self._model_name = model_name
         self._directory = journal_dir.resolve()
         command = [sys.executable, "-m", "pipeline.capture.shard", "--engine", engine_url, "--model", model_name]
-        command += ["--request-timeout", str(request_timeout_s), "--outage", str(outage_s)]
-        self._shards = [_Shard(i, command, self._directory / f"shard-{i}.journal") for i in range(shards)]
+        command += ["--request-timeout", str(request_timeout_s), "--outage", str(outage_s), "--upstream", upstream]
+        environment = _environment() | ({control.UPSTREAM_KEY: upstream_key} if upstream_key else {})
+        journals = [self._directory / f"shard-{i}.journal" for i in range(shards)]
+        self._shards = [_Shard(i, command, journal, environment) for i, journal in enumerate(journals)]
         self._homes: dict[str, _Shard] = {}
         self._version = PolicyVersion(0, 0)
         self._keepers: list[asyncio.Task[None]] = []

@@ -23,7 +23,8 @@ def read_trace(path: Path) -> Trace:
 def trace_of(session: Session) -> Trace:
     """A session's calls with their full ids."""
     calls = tuple(_call(session, node) for node in session.tree.nodes)
-    return Trace(session.id, calls, session.dialect, dict(session.counters))
+    transcript = session.transcript.export(session.tree.nodes)
+    return Trace(session.id, calls, session.dialect, dict(session.counters), transcript)
 
 
 def _call(session: Session, node: Node) -> Call:

@@ -1,11 +1,17 @@
-"""The one-turn pipeline: a canonical request in, a recorded call out. Dialects and HTTP are left to others."""
+"""The one-turn pipeline: a canonical request in, a recorded call out. Dialects and HTTP are left to others.
+
+``Turns`` is what every upstream shares, ``EngineTurns`` the pipeline over token ids; ``capture.text`` is the other one.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import time
+from abc import ABC, abstractmethod
 from collections import Counter
-from dataclasses import replace
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 
 import msgspec
 
@@ -28,11 +34,20 @@ CALL_MARKERS = (
 )
 
 
-class Turns:
+@dataclass(frozen=True)
+class Figures:
+    """Why an answer ended (the upstream's word), and its true token counts."""
+
+    finish_reason: str
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int
+
+
+class Turns(ABC):
     """Answers requests for any session of a shard. ``version`` ("attempt.n") salts the prefix cache of new samples."""
 
-    def __init__(self, engine: Engine, journal: Journal) -> None:
-        self.engine = engine
+    def __init__(self, journal: Journal) -> None:
         self.journal = journal
         self.version = "0.0"
         self.totals: Counter[str] = Counter()
@@ -46,25 +61,13 @@ class Turns:
                 self.count(session, "engine_failures")
             raise
 
+    @abstractmethod
+    async def prompt_tokens(self, request: ChatRequest) -> int:
+        """How many tokens a request's prompt has. Raises ApiError."""
+
+    @abstractmethod
     async def _answer(self, session: Session, dialect: str, request: ChatRequest) -> Node:
-        started = time.monotonic()
-        rendered = await self.engine.render(request)
-        prompt = pack(rendered.token_ids)
-        if known := session.tree.undelivered(prompt, request.constraint):
-            self.count(session, "redelivered")
-            return known
-        max_tokens = await self._room(session, request, len(rendered.token_ids))
-        self._reserve(session)
-        try:
-            sampled = await self._sample(session, rendered, max_tokens)
-            message = await self.engine.derender(request, rendered, sampled)
-        except asyncio.CancelledError:
-            self.count(session, "aborted")
-            raise
-        except ApiError:
-            session.release()
-            raise
-        return self._record(session, dialect, request, prompt, sampled, message, time.monotonic() - started)
+        """See ``answer``."""
 
     def delivered(self, session: Session, node: Node) -> None:
         """The harness got this answer."""
@@ -78,9 +81,18 @@ class Turns:
         self.totals[counter] += 1
         self.journal.append(Counted(session.id, counter))
 
-    async def prompt_tokens(self, request: ChatRequest) -> int:
-        """How many tokens a request's prompt has."""
-        return len((await self.engine.render(request)).token_ids)
+    @contextmanager
+    def _spending(self, session: Session) -> Iterator[None]:
+        """One call of the budget for what is done inside; given back when the upstream fails."""
+        self._reserve(session)
+        try:
+            yield
+        except asyncio.CancelledError:
+            self.count(session, "aborted")
+            raise
+        except ApiError:
+            session.release()
+            raise
 
     def _reserve(self, session: Session) -> None:
         try:
@@ -88,6 +100,37 @@ class Turns:
         except ApiError:
             self.count(session, "over_budget")
             raise
+
+    def _keep(self, session: Session, node: Node) -> Node:
+        """Put a new call into the journal and the session."""
+        self.journal.append(Answered(session.id, node))
+        session.add(node)
+        self.totals["calls"] += 1
+        return node
+
+
+class EngineTurns(Turns):
+    """Token-in, token-out."""
+
+    def __init__(self, engine: Engine, journal: Journal) -> None:
+        super().__init__(journal)
+        self.engine = engine
+
+    async def prompt_tokens(self, request: ChatRequest) -> int:
+        return len((await self.engine.render(request)).token_ids)
+
+    async def _answer(self, session: Session, dialect: str, request: ChatRequest) -> Node:
+        started = time.monotonic()
+        rendered = await self.engine.render(request)
+        prompt = pack(rendered.token_ids)
+        if known := session.tree.undelivered(prompt, request.constraint):
+            self.count(session, "redelivered")
+            return known
+        max_tokens = await self._room(session, request, len(rendered.token_ids))
+        with self._spending(session):
+            sampled = await self._sample(session, rendered, max_tokens)
+            message = await self.engine.derender(request, rendered, sampled)
+        return self._record(session, dialect, request, prompt, sampled, message, time.monotonic() - started)
 
     async def _room(self, session: Session, request: ChatRequest, prompt_tokens: int) -> int:
         """Tokens that may be sampled. Raises ApiError(CONTEXT) when the prompt fills the window."""
@@ -149,6 +192,8 @@ class Turns:
         parent = session.tree.parent(prompt)
         base, keep = session.tree.base(prompt, parent)
         call_id = len(session.tree.nodes)
+        length = len(prompt) // WIDTH
+        figures = Figures(sampled.finish_reason, length, len(sampled.ids), sampled.cached_tokens)
         node = Node(
             call_id=call_id,
             parent=parent,
@@ -158,17 +203,14 @@ class Turns:
             sampled=pack(sampled.ids),
             logprobs=pack_floats(sampled.logprobs),
             versions=sampled.versions,
-            answer=_answer(session, f"{session.suffix}-{call_id}", request, len(prompt) // WIDTH, sampled, message),
+            answer=canonical_answer(session, call_id, request, message, figures),
             constraint=request.constraint,
             dialect=dialect,
             trainable=not request.forced,
-            malformed=_malformed(request, message),
+            malformed=is_malformed(request, message),
             seconds=seconds,
         )
-        self.journal.append(Answered(session.id, node))
-        session.tree.add(node)
-        self.totals["calls"] += 1
-        return node
+        return self._keep(session, node)
 
 
 def _order(version: str) -> tuple[int, int]:
@@ -188,23 +230,23 @@ def _known_versions(sampled: Sampled, current: str) -> list[tuple[str, int, int]
     return spans
 
 
-def _answer(
-    session: Session, answer_id: str, request: ChatRequest, prompt_tokens: int, sampled: Sampled, message: Message
+def canonical_answer(
+    session: Session, call_id: int, request: ChatRequest, message: Message, figures: Figures
 ) -> Answer:
     """The canonical answer. Tool-call ids are ours, unique in the session: a replayed history is recognised by them."""
     calls = _kept_calls(request, message)
-    stop = "length" if sampled.finish_reason == "length" else "stop"
+    stop = "length" if figures.finish_reason == "length" else "stop"
     return Answer(
-        id=answer_id,
+        id=f"{session.suffix}-{call_id}",
         text=message.content or "",
         reasoning=message.reasoning or "",
         tool_calls=tuple(
             ToolCall(session.next_tool_id(), call.function.name, call.function.arguments) for call in calls
         ),
         finish_reason="tool_calls" if calls else stop,
-        prompt_tokens=prompt_tokens,
-        completion_tokens=len(sampled.ids),
-        cached_tokens=sampled.cached_tokens,
+        prompt_tokens=figures.prompt_tokens,
+        completion_tokens=figures.completion_tokens,
+        cached_tokens=figures.cached_tokens,
         created=int(time.time()),
     )
 
@@ -214,7 +256,7 @@ def _kept_calls(request: ChatRequest, message: Message) -> list[Called]:
     return calls if request.parallel_tool_calls else calls[:1]
 
 
-def _malformed(request: ChatRequest, message: Message) -> bool:
+def is_malformed(request: ChatRequest, message: Message) -> bool:
     """A call was opened that the engine's parser did not take, or its arguments are no JSON object."""
     if request.tool_choice == "none":
         return False

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
@@ -29,7 +30,10 @@ NEUTRAL = {
     "logprobs": 0,
     "detokenize": False,
 }
-CONTEXT_PHRASES = ("maximum context length", "maximum model length", "longer than the maximum")
+CONTEXT_PHRASES = (
+    "maximum context length", "maximum model length", "longer than the maximum", "context_length_exceeded",
+)  # fmt: skip
+BUSY = 429  # of hosted upstreams: waited out like an outage
 RETRY_AFTER_S = 5
 
 
@@ -201,33 +205,40 @@ class Engine:
 
     async def _call(self, method: str, path: str, body: dict[str, Any] | None, kind: type[T]) -> T:
         data = b"" if body is None else msgspec.json.encode(body)
-        reply = await self._patiently(method, path, data)
-        if reply.status != 200:
-            raise _refusal(path, reply)
-        try:
-            return msgspec.json.decode(reply.body, type=kind)
-        except msgspec.DecodeError as error:
-            raise ApiError(Fault.INTERNAL, f"the engine's reply to {path} is not what it should be: {error}") from error
+        timeout_s = self._request_timeout_s
+        reply = await patiently(lambda: self._client.request(method, path, data, timeout_s), path, self.outage_s)
+        return decoded(path, reply, kind)
 
-    async def _patiently(self, method: str, path: str, data: bytes) -> Reply:
-        """The first reply that is no sign of an outage."""
-        give_up, delay = 0.0, 0.1
-        while True:
-            try:
-                reply = await self._client.request(method, path, data, self._request_timeout_s)
-                if reply.status < 500:
-                    return reply
-                reason = f"status {reply.status}: {reply.body[:200]!r}"
-            except ConnectionFailed as error:
-                reason = str(error)
-            except ReplyTimeout as error:
-                raise ApiError(Fault.UNAVAILABLE, str(error), RETRY_AFTER_S) from error
-            give_up = give_up or time.monotonic() + self.outage_s
-            if time.monotonic() + delay > give_up:
-                message = f"the engine did not answer {path} for {self.outage_s:.0f} s ({reason})"
-                raise ApiError(Fault.UNAVAILABLE, message, RETRY_AFTER_S)
-            await asyncio.sleep(delay)
-            delay = min(delay * 2, 2.0)
+
+async def patiently(request: Callable[[], Awaitable[Reply]], path: str, outage_s: float) -> Reply:
+    """The first reply that is no sign of an outage. Raises ApiError(UNAVAILABLE) after ``outage_s`` or a deadline."""
+    give_up, delay = 0.0, 0.1
+    while True:
+        try:
+            reply = await request()
+            if reply.status < 500 and reply.status != BUSY:
+                return reply
+            reason = f"status {reply.status}: {reply.body[:200]!r}"
+        except ConnectionFailed as error:
+            reason = str(error)
+        except ReplyTimeout as error:
+            raise ApiError(Fault.UNAVAILABLE, str(error), RETRY_AFTER_S) from error
+        give_up = give_up or time.monotonic() + outage_s
+        if time.monotonic() + delay > give_up:
+            message = f"the engine did not answer {path} for {outage_s:.0f} s ({reason})"
+            raise ApiError(Fault.UNAVAILABLE, message, RETRY_AFTER_S)
+        await asyncio.sleep(delay)
+        delay = min(delay * 2, 2.0)
+
+
+def decoded(path: str, reply: Reply, kind: type[T]) -> T:
+    """The body of a reply. Raises ApiError for a refusal or another form."""
+    if reply.status != 200:
+        raise _refusal(path, reply)
+    try:
+        return msgspec.json.decode(reply.body, type=kind)
+    except msgspec.DecodeError as error:
+        raise ApiError(Fault.INTERNAL, f"the engine's reply to {path} is not what it should be: {error}") from error
 
 
 def tool_fields(request: ChatRequest) -> dict[str, Any]:
@@ -253,12 +264,14 @@ def _sampled(reply: _Generated) -> Sampled:
 
 def _refusal(path: str, reply: Reply) -> ApiError:
     """An engine's 4xx as an error for the harness."""
+    if reply.status in (401, 403):  # its words may quote the key
+        return ApiError(Fault.INTERNAL, f"the engine refused the proxy's API key ({reply.status})")
     try:
         message = str(msgspec.json.decode(reply.body)["error"]["message"])
     except (msgspec.DecodeError, KeyError, TypeError):
         message = reply.body[:300].decode(errors="replace")
-    if reply.status == 400 and any(phrase in message for phrase in CONTEXT_PHRASES):
+    if reply.status == 400 and any(phrase.encode() in reply.body for phrase in CONTEXT_PHRASES):
         return ApiError(Fault.CONTEXT, message)
-    if reply.status in (400, 422) and path.endswith("/render"):
+    if reply.status in (400, 422) and path.endswith(("/render", "/chat/completions")):
         return ApiError(Fault.INVALID, message)
     return ApiError(Fault.INTERNAL, f"the engine refused {path} ({reply.status}): {message}")

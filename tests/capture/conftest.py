@@ -78,10 +78,12 @@ class Proxies:
         self.directory = directory
 
     @contextlib.asynccontextmanager
-    async def run(self, shards: int = 1, outage_s: float = 5.0) -> AsyncIterator[Proxy]:
-        engine = FakeEngine()
+    async def run(
+        self, shards: int = 1, outage_s: float = 5.0, engine: FakeEngine | None = None, path: str = "", **options: str
+    ) -> AsyncIterator[Proxy]:
+        engine = engine or FakeEngine()
         await engine.start()
-        supervisor = ShardSupervisor(engine.url, shards, self.directory, "policy", outage_s=outage_s)
+        supervisor = ShardSupervisor(engine.url + path, shards, self.directory, "policy", outage_s=outage_s, **options)
         try:
             await supervisor.start(30)
             yield Proxy(engine, supervisor)

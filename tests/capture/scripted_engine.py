@@ -34,6 +34,7 @@ class FakeEngine:
     script: deque[Scripted] = field(default_factory=deque)
     generated: list[dict[str, Any]] = field(default_factory=list)
     rendered: list[dict[str, Any]] = field(default_factory=list)
+    heads: list[str] = field(default_factory=list)
     aborted: int = 0
     running: int = 0
     port: int = 0
@@ -54,7 +55,9 @@ class FakeEngine:
         with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
             while True:
                 head = (await reader.readuntil(b"\r\n\r\n")).decode()
-                length = next(int(line[15:]) for line in head.split("\r\n") if line.startswith("content-length"))
+                lines = head.lower().split("\r\n")
+                length = next(int(line[15:]) for line in lines if line.startswith("content-length"))
+                self.heads.append(head)
                 body = json.loads(await reader.readexactly(length) or b"null")
                 reply = await self._answer(head.split(" ")[1], body, reader)
                 if reply is None:

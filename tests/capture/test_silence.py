@@ -20,7 +20,7 @@ from pipeline.capture.app import SessionApp
 from pipeline.capture.journal import Journal, Policy
 from pipeline.capture.session import Session
 from pipeline.capture.shard import Listener
-from pipeline.capture.turn import Turns
+from pipeline.capture.turn import EngineTurns
 from pipeline.capture.upstream import Engine
 
 MESSAGES = [{"role": "user", "content": "x"}]
@@ -39,7 +39,7 @@ async def serve(journal: Path, outage_s: float = 5.0) -> AsyncIterator[tuple[Fak
     engine = FakeEngine()
     await engine.start()
     session = Session("k", Policy(1.0, 100, 10, "policy"))
-    turns = Turns(Engine(engine.url, "policy", outage_s=outage_s), Journal(journal))
+    turns = EngineTurns(Engine(engine.url, "policy", outage_s=outage_s), Journal(journal))
     listener = socket.create_server(("127.0.0.1", 0))
     url = f"http://127.0.0.1:{listener.getsockname()[1]}"
     config = uvicorn.Config(lambda: None, lifespan="off", ws="none", log_config=None)

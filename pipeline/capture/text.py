@@ -1,0 +1,153 @@
+"""Text mode: any OpenAI-compatible Chat Completions upstream, without token ids. Its traces are never trained."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Any
+from urllib.parse import urlsplit
+
+import httpx
+import msgspec
+
+from pipeline.capture.client import ConnectionFailed, Reply, ReplyTimeout
+from pipeline.capture.dialects.base import ApiError, ChatRequest, Fault
+from pipeline.capture.journal import Journal, Node, Policy
+from pipeline.capture.session import Session
+from pipeline.capture.turn import Figures, Turns, canonical_answer, is_malformed
+from pipeline.capture.upstream import Message, decoded, patiently, tool_fields
+
+CONNECT_S = 5.0
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
+
+
+class _Details(msgspec.Struct):
+    cached_tokens: int | None = None
+
+
+class Usage(msgspec.Struct):
+    """Token counts, where the upstream gives them."""
+
+    prompt_tokens: int | None = None
+    completion_tokens: int | None = None
+    prompt_tokens_details: _Details | None = None
+
+
+class _TextMessage(Message):
+    reasoning_content: str | None = None  # another server's word for ``reasoning``
+
+
+class _Choice(msgspec.Struct):
+    message: _TextMessage
+    finish_reason: str | None = None
+
+
+class Completion(msgspec.Struct):
+    """A chat completion."""
+
+    choices: list[_Choice]
+    usage: Usage | None = None
+
+    @property
+    def message(self) -> Message:
+        """The assistant's message. Raises ApiError when there is none."""
+        if not self.choices:
+            raise ApiError(Fault.INTERNAL, "the engine's reply holds no choice")
+        message = self.choices[0].message
+        return Message(message.content, message.reasoning or message.reasoning_content, message.tool_calls)
+
+    @property
+    def figures(self) -> Figures:
+        """Why it ended and how long it is; 0 for what the upstream does not tell."""
+        usage = self.usage or Usage()
+        cached = (usage.prompt_tokens_details or _Details()).cached_tokens
+        reason = self.choices[0].finish_reason or "stop"
+        return Figures(reason, usage.prompt_tokens or 0, usage.completion_tokens or 0, cached or 0)
+
+
+class TextUpstream:
+    """One upstream. ``url`` is its base URL as OpenAI's clients take it; a bare ``http://host:port`` means ``…/v1``."""
+
+    def __init__(self, url: str, model: str, key: str = "", request_timeout_s: float = 300.0, outage_s: float = 60.0):
+        place = urlsplit(url)
+        self._path = (place.path.rstrip("/") or "/v1") + "/chat/completions"
+        self._model, self._request_timeout_s, self._outage_s = model, request_timeout_s, outage_s
+        self._client = httpx.AsyncClient(
+            base_url=f"{place.scheme}://{place.netloc}",
+            headers={"authorization": f"Bearer {key}"} if key else {},
+            timeout=httpx.Timeout(None, connect=CONNECT_S),
+            limits=httpx.Limits(max_connections=None),
+            trust_env=place.hostname not in LOOPBACK,
+        )
+
+    async def complete(self, request: ChatRequest, policy: Policy) -> Completion:
+        """One answer, sampled as the session's policy says. Raises ApiError as the engine does."""
+        body = msgspec.json.encode(self._body(request, policy))
+        reply = await patiently(lambda: self._post(body), self._path, self._outage_s)
+        return decoded(self._path, reply, Completion)
+
+    def _body(self, request: ChatRequest, policy: Policy) -> dict[str, Any]:
+        body: dict[str, Any] = {
+            "model": self._model,
+            "messages": request.messages,
+            "temperature": policy.temperature,
+            "max_tokens": min(policy.max_tokens, request.max_tokens or policy.max_tokens),
+            **tool_fields(request),
+        }
+        if request.response_format:
+            body["response_format"] = request.response_format
+        return body
+
+    async def _post(self, body: bytes) -> Reply:
+        headers = {"content-type": "application/json"}
+        try:
+            async with asyncio.timeout(self._request_timeout_s):
+                reply = await self._client.post(self._path, content=body, headers=headers)
+        except TimeoutError as error:
+            message = f"no whole reply to {self._path} within {self._request_timeout_s:.0f} s"
+            raise ReplyTimeout(message) from error
+        except httpx.TransportError as error:
+            raise ConnectionFailed(f"{self._client.base_url}: {error!r}") from error
+        return Reply(reply.status_code, reply.content)
+
+
+class TextTurns(Turns):
+    """Turns whose calls have no ids: the request and the answer are kept as text, and nothing is trainable."""
+
+    def __init__(self, upstream: TextUpstream, journal: Journal) -> None:
+        super().__init__(journal)
+        self._upstream = upstream
+
+    async def prompt_tokens(self, request: ChatRequest) -> int:
+        """Raises ApiError: without a tokenizer a count would be a guess, and harnesses compact by it."""
+        raise ApiError(Fault.NOT_FOUND, "this upstream counts no tokens")
+
+    async def _answer(self, session: Session, dialect: str, request: ChatRequest) -> Node:
+        started = time.monotonic()
+        nodes = session.tree.nodes
+        known = session.transcript.undelivered(nodes, request.messages, request.tools, request.constraint)
+        if known:
+            self.count(session, "redelivered")
+            return known
+        with self._spending(session):
+            completion = await self._upstream.complete(request, session.policy)
+            message = completion.message
+        call_id = len(nodes)
+        node = Node(
+            call_id=call_id,
+            parent=session.transcript.parent(nodes, request.messages),
+            base=None,
+            keep=0,
+            suffix=b"",
+            sampled=b"",
+            logprobs=b"",
+            versions=[],
+            answer=canonical_answer(session, call_id, request, message, completion.figures),
+            constraint=request.constraint,
+            dialect=dialect,
+            trainable=False,
+            malformed=is_malformed(request, message),
+            seconds=time.monotonic() - started,
+            asked=session.transcript.asked(request.messages, request.tools),
+        )
+        return self._keep(session, node)
