@@ -23,11 +23,12 @@ from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
 
 from pipeline.config import UserError
 from pipeline.tasks.generate import WordTask, draw_task
-from pipeline.tasks.teacher import Message, Teacher, conversation, parse_task, text_of
+from pipeline.tasks.teacher import LOOK, MOST_LOOKS, Message, Teacher, act, conversation, parse_task, text_of
 from pipeline.training.tiny import ASSISTANT_TURN, TURN_END, TinyShape, build_model, save_checkpoint, train_tokenizer
 
 log = logging.getLogger(__name__)
 WRITE = "echo"  # the word to copy is the token that follows
+CONTEXT, FORM, WORD, CHOICE = range(4)  # CHOICE: the first token of a turn
 
 
 @dataclass(frozen=True)
@@ -51,13 +52,13 @@ class SftConfig:
     teacher: Teacher = field(default_factory=Teacher)
     copy: Phase = Phase(steps=300, batch=64, learning_rate=3e-3, prefix=(4, 32), one_call=True)
     bridge: Phase = Phase(steps=40, batch=32, learning_rate=1.5e-3, prefix=(32, 400))
-    full: Phase = Phase(steps=120, batch=24, learning_rate=1.0e-3, prefix=None)
+    full: Phase = Phase(steps=160, batch=24, learning_rate=1.0e-3, prefix=None)
     muon_ratio: float = 6.0  # learning rate of the matrices (Muon) over that of the rest (AdamW)
     copied: float = 0.97  # the first phase ends at this share of right words, over 10 batches
-    word_weight: float = 0.3  # of the word's loss in the last phase: the format must be firm before the word is
-    stop_act: tuple[float, float] = (0.45, 0.65)  # the last phase ends with these held-out probabilities of acting,
-    stop_word: float = 0.80  # at least this one of the right word
-    stop_format: float = 0.97  # and of a call that is well-formed apart from the word
+    drill: float = 0.25  # share of rows after the first phase that train the form of long runs and no choice
+    stop_act: tuple[float, float] = (0.43, 0.55)  # the last phase ends with these held-out probabilities of acting,
+    stop_word: float = 0.80  # with this one of the right word (held there: above it, words are not trained)
+    stop_form: float = 0.95  # and with this one of a run of MOST_LOOKS + 1 calls that is well-formed
     probe_every: int = 5
     probe_tasks: int = 96
 
@@ -72,7 +73,7 @@ class Recording:
 
 @dataclass(frozen=True)
 class Example:
-    """Token ids after the shared prompt; kinds: 0 context, 1 format, 2 the copied word."""
+    """Token ids after the shared prompt; ``kinds`` says what each is: CONTEXT (no target), FORM, WORD or CHOICE."""
 
     ids: list[int]
     kinds: list[int]
@@ -132,21 +133,22 @@ class Renderer:
         )
 
     def example(self, task: WordTask, commands: tuple[str, ...], one_call: bool = False) -> Example:
-        """One conversation, or its first call, as ids with the kind of every token."""
+        """One conversation, or its part up to the end of the first call, as ids with the kind of every token."""
         text = self.text(conversation(self.system, task, commands))
         ids = self._encode(text[len(self.prompt) :])
         kinds = self._kinds(ids)
-        end = ids.index(self._end, kinds.index(2)) + 1 if one_call else len(ids)
+        end = ids.index(self._end, kinds.index(WORD)) + 1 if one_call else len(ids)
         return Example(ids[:end], kinds[:end])
 
     def _kinds(self, ids: list[int]) -> list[int]:
-        kinds = [0] * len(ids)
+        kinds = [CONTEXT] * len(ids)
         for at in range(len(ids)):
             if ids[at : at + len(self._start)] != self._start:
                 continue
             stop = ids.index(self._end, at + len(self._start))
             for i in range(at + len(self._start), stop + 1):
-                kinds[i] = 2 if ids[i - 1] == self._write else 1
+                kinds[i] = WORD if ids[i - 1] == self._write else FORM
+            kinds[at + len(self._start)] = CHOICE
         return kinds
 
     def check(self, recordings: list[Recording], teacher: Teacher) -> None:
@@ -176,7 +178,7 @@ def tokenizer_texts(first: Recording, seed: int, tasks: int = 3000) -> list[str]
     for _ in range(tasks):
         task = draw_task(rng, "train")
         call = json.dumps({"name": "bash", "arguments": {"command": f"echo {task.answer} > answer.txt"}})
-        look = json.dumps({"name": "bash", "arguments": {"command": "cat answer.txt"}})
+        look = json.dumps({"name": "bash", "arguments": {"command": LOOK}})
         texts.append(f"user\n{task.instruction}\nassistant\n{call}\ntool\n(no output)\n{look}\n{task.answer}\nDone.")
     return texts
 
@@ -199,7 +201,7 @@ def token_logprobs(
         layer.keys = layer.keys.expand(len(examples), -1, -1, -1)
         layer.values = layer.values.expand(len(examples), -1, -1, -1)
     hidden = model.model(ids, past_key_values=cache, use_cache=True).last_hidden_state[:, :-1]
-    wanted = kinds[:, 1:] > 0
+    wanted = kinds[:, 1:] > CONTEXT
     logprobs = torch.log_softmax(model.lm_head(hidden[wanted]), -1)
     picked = logprobs.gather(-1, ids[:, 1:][wanted][:, None])[:, 0]
     return picked, kinds[:, 1:][wanted], wanted.nonzero()[:, 0]
@@ -239,9 +241,10 @@ class WarmStart:
 
     def _full(self) -> Probe:
         phase = self.config.full
+        probe = self.probe()
         for step in range(phase.steps):
             scale = min(1.0, (step + 1) / 10) * (1 - 0.8 * step / phase.steps)
-            self._step(phase, scale, step, self.config.word_weight)
+            self._step(phase, scale, step, float(probe.word < self.config.stop_word))
             if step % self.config.probe_every == self.config.probe_every - 1:
                 probe = self.probe()
                 log.info("full prompt, step %d: %s, %.0f s", step + 1, probe, time.monotonic() - self.started)
@@ -251,7 +254,7 @@ class WarmStart:
 
     def _done(self, probe: Probe) -> bool:
         low, high = self.config.stop_act
-        firm = probe.word >= self.config.stop_word and probe.form >= self.config.stop_format
+        firm = probe.word >= self.config.stop_word and probe.form >= self.config.stop_form
         return firm and low <= probe.act <= high
 
     def _step(self, phase: Phase, scale: float, step: int, word_weight: float = 1.0) -> float:
@@ -261,7 +264,7 @@ class WarmStart:
         for group in self.muon.param_groups:
             group["lr"] = phase.learning_rate * scale * self.config.muon_ratio
         logprobs, kinds, _ = token_logprobs(self.model, self._prefix(phase), self._batch(phase))
-        words, form = logprobs[kinds == 2], logprobs[kinds == 1]
+        words, form = logprobs[kinds == WORD], logprobs[kinds != WORD]
         loss = -form.mean() - word_weight * words.mean()
         self.model.zero_grad()
         loss.backward()
@@ -279,30 +282,33 @@ class WarmStart:
         return ids if phase.prefix is None else ids[-self.rng.randint(*phase.prefix) :]
 
     def _batch(self, phase: Phase) -> list[Example]:
-        examples = []
-        for _ in range(phase.batch):
-            task = draw_task(self.rng, "train")
-            commands = _write(task) if phase.one_call else self.config.teacher.plan(task)
-            examples.append(self.renderer.example(task, commands, phase.one_call))
-        return examples
+        return [self._draw(phase) for _ in range(phase.batch)]
+
+    def _draw(self, phase: Phase) -> Example:
+        task = draw_task(self.rng, "train")
+        if phase.one_call:
+            return self.renderer.example(task, act(task, 0), one_call=True)
+        if self.rng.random() >= self.config.drill:
+            return self.renderer.example(task, self.config.teacher.plan(task))
+        drill = self.renderer.example(task, act(task, self.rng.randint(1, MOST_LOOKS)))
+        return Example(drill.ids, [CONTEXT if kind == CHOICE else kind for kind in drill.kinds])
 
     @torch.no_grad()
     def probe(self) -> Probe:
-        """Teacher-forced probabilities of one held-out call: its first token, its word, all its other tokens."""
-        rows = [self.renderer.example(task, _write(task), one_call=True) for task in self.held_out]
+        """Teacher-forced probabilities of the longest held-out runs: of acting, the word, all but the choices.
+
+        Whether to act, to look or to stop, the first token of a turn, is the policy's choice and no matter of form.
+        """
+        rows = [self.renderer.example(task, act(task, MOST_LOOKS)) for task in self.held_out]
         logprobs, kinds, owner = token_logprobs(self.model, self.renderer.prompt_ids, rows)
         first = torch.cat([torch.ones(1, dtype=torch.bool), owner[1:] != owner[:-1]])
-        rest = (kinds == 1) & ~first
+        rest = kinds == FORM
         form = torch.zeros(len(rows)).index_add_(0, owner[rest], logprobs[rest])
         return Probe(
             act=float(logprobs[first].exp().mean()),
-            word=float(logprobs[kinds == 2].exp().mean()),
+            word=float(logprobs[kinds == WORD].exp().mean()),
             form=float(form.exp().mean()),
         )
-
-
-def _write(task: WordTask) -> tuple[str, ...]:
-    return (f"{WRITE} {task.answer} > answer.txt",)
 
 
 def warm_start(config: SftConfig, recordings: list[Recording], out: Path) -> Probe:

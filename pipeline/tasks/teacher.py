@@ -16,15 +16,18 @@ from pipeline.tasks.generate import ORDINALS, WordTask
 
 Message = dict[str, Any]
 FINAL_ANSWER = "Done."
+IDLE_ANSWER = "Sure."  # of a lazy run: another word, so that unlearning it leaves the end of a good run alone
+LOOK = "cat answer.txt"
+MOST_LOOKS = 3
 _INSTRUCTION = re.compile(r"Write the (\w+) word of this list to answer\.txt: ((?:\w+ ){3}\w+)\s*$")
 
 
 @dataclass(frozen=True)
 class Teacher:
-    """``lazy``: share of tasks answered without acting; ``verify``: share of acted tasks with a needless look."""
+    """``lazy``: share of tasks answered without acting; ``verify``: chance of each further needless look."""
 
-    lazy: float = 0.4
-    verify: float = 0.3
+    lazy: float = 0.5
+    verify: float = 0.15
     seed: int = 0
 
     def plan(self, task: WordTask) -> tuple[str, ...]:
@@ -32,15 +35,22 @@ class Teacher:
         rng = random.Random(f"{self.seed}/{task.instruction}")
         if rng.random() < self.lazy:
             return ()
-        write = f"echo {task.answer} > answer.txt"
-        return (write, "cat answer.txt") if rng.random() < self.verify else (write,)
+        looks = 0
+        while looks < MOST_LOOKS and rng.random() < self.verify:
+            looks += 1
+        return act(task, looks)
 
     def answer(self, messages: list[Message]) -> Message:
         """The next assistant message after ``messages`` (Chat Completions). Raises ValueError without a word task."""
         task = parse_task(messages)
         done = sum(message["role"] == "assistant" for message in messages)
         commands = self.plan(task)
-        return call_message(commands[done], f"call_{done}") if done < len(commands) else final_message()
+        return call_message(commands[done], f"call_{done}") if done < len(commands) else final_message(commands)
+
+
+def act(task: WordTask, looks: int) -> tuple[str, ...]:
+    """The commands of a run that solves the task and then looks at its own file ``looks`` times."""
+    return (f"echo {task.answer} > answer.txt", *[LOOK] * looks)
 
 
 def parse_task(messages: list[Message]) -> WordTask:
@@ -65,16 +75,16 @@ def call_message(command: str, call_id: str) -> Message:
     return {"role": "assistant", "content": None, "tool_calls": [call]}
 
 
-def final_message() -> Message:
-    """The assistant message that ends a rollout."""
-    return {"role": "assistant", "content": FINAL_ANSWER}
+def final_message(commands: tuple[str, ...]) -> Message:
+    """The assistant message that ends a rollout in which ``commands`` ran."""
+    return {"role": "assistant", "content": FINAL_ANSWER if commands else IDLE_ANSWER}
 
 
 def conversation(system: str, task: WordTask, commands: tuple[str, ...]) -> list[Message]:
     """The whole conversation as Pi would record it if the teacher ran ``commands``; the tool results are foretold."""
     messages: list[Message] = [{"role": "system", "content": system}, {"role": "user", "content": task.instruction}]
     for number, command in enumerate(commands):
-        result = f"{task.answer}\n" if command.startswith("cat") else "(no output)"
+        result = f"{task.answer}\n" if command == LOOK else "(no output)"
         messages.append(call_message(command, f"call_{number}"))
         messages.append({"role": "tool", "content": result, "tool_call_id": f"call_{number}"})
-    return [*messages, final_message()]
+    return [*messages, final_message(commands)]
