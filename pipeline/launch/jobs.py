@@ -14,7 +14,6 @@ from pipeline.config import Config, UserError
 from pipeline.launch import preflight
 from pipeline.launch.data import load_split, load_splits
 from pipeline.launch.local import RunFailed, follow, start_over
-from pipeline.launch.reporting import report_run, say
 from pipeline.launch.run_directory import RunDirectory
 from pipeline.records import RolloutRecord
 from pipeline.report.store import read_group, write_group, write_json
@@ -34,14 +33,14 @@ def train(config: Config) -> int:
     run = _open(config)
     if run.results.exists():
         say(f"{run.root} is done; fresh=true starts over")
-        return report_run(config, run)
+        return _report(config, run)
     _gate(config, run)
     try:
         follow(config, run)
     except RunFailed as error:
         print(f"yoke: {error}", file=sys.stderr)
         return 1
-    return report_run(config, run)
+    return _report(config, run)
 
 
 def check(config: Config) -> int:
@@ -162,10 +161,21 @@ def report(config: Config) -> int:
     run = RunDirectory(Path(config.run_dir).absolute())
     if not run.config.exists():
         raise UserError(f"{run.root} is no run directory")
-    return report_run(config, run)
+    return _report(config, run)
 
 
 # --- parts
+
+
+def say(text: str) -> None:
+    """One plain line to the person at the terminal."""
+    print(text, flush=True)
+
+
+def _report(config: Config, run: RunDirectory) -> int:
+    from pipeline.launch.reporting import report_run  # matplotlib and SciPy take seconds to import
+
+    return report_run(config, run)
 
 
 def _open(config: Config) -> RunDirectory:

@@ -23,11 +23,6 @@ from pipeline.report.table import markdown_table, print_results
 INCOMPLETE = 3
 
 
-def say(text: str) -> None:
-    """One plain line to the person at the terminal."""
-    print(text, flush=True)
-
-
 def report_run(config: Config, run: RunDirectory) -> int:
     """Write and show the report. Returns 3 when rollouts of an evaluation are ungraded, else 0."""
     metrics = read_metrics(run.root)
@@ -36,7 +31,7 @@ def report_run(config: Config, run: RunDirectory) -> int:
     write_text(run.report / "table.md", markdown_table(results))
     write_results(run.results, results)
     print_results(results, Console())
-    say(f"results: {run.results}\ncurve:   {run.report / 'curve.png'}")
+    print(f"results: {run.results}\ncurve:   {run.report / 'curve.png'}")
     return INCOMPLETE if results["provisional"] and results["after"] is not None else 0
 
 
