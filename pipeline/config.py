@@ -172,6 +172,19 @@ class LoggingConfig:
 
 
 @dataclass
+class CollectConfig:
+    """The teacher whose rollouts `yoke collect` records."""
+
+    rollouts: int = 24
+    upstream_url: str | None = (
+        None  # any Chat Completions API (its key: YOKE_UPSTREAM_KEY); null = the scripted teacher
+    )
+    upstream_model: str = "teacher"
+    lazy: float = 0.5  # scripted: share of tasks answered without acting
+    verify: float = 0.15  # scripted: chance of each further needless look
+
+
+@dataclass
 class StageConfig:
     """For a stage that is run by itself."""
 
@@ -199,6 +212,7 @@ class Config:
     training: TrainingConfig = field(default_factory=TrainingConfig)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     logging: LoggingConfig = field(default_factory=LoggingConfig)
+    collect: CollectConfig = field(default_factory=CollectConfig)
     stage: StageConfig = field(default_factory=StageConfig)
     experiment: Any = None
 

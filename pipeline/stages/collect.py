@@ -1,20 +1,20 @@
-"""Stage collect: run a scripted teacher through the real harness in its sandbox and keep every model request it made.
+"""Stage collect: a teacher's rollouts through the real harness, its sandbox and the proxy in text mode.
 
-The teacher answers on the socket that the sandbox hands out, in Chat Completions; the workspace it leaves is verified
-like any other, so a recording is kept with the reward that it earned.
+The teacher is any Chat Completions API; by default a scripted one is served here. What it leaves is verified like any
+rollout's workspace, and every model request of a rollout that went as it should is kept with the reward it earned.
 """
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
-import logging
 import os
+import socket
 import tempfile
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -26,50 +26,103 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from pipeline.config import SandboxConfig, UserError
+from pipeline.capture.supervisor import ShardSupervisor
+from pipeline.config import Config, UserError
 from pipeline.harness.base import DEFAULT_ROOT, get_harness
-from pipeline.sandbox.base import Sandbox, SandboxProcess, SandboxSpec, make_sandbox
-from pipeline.stages.verification import verify
+from pipeline.harness.install import installed
+from pipeline.records import GroupSpec, Outcome, RolloutRecord, Trace
+from pipeline.sandbox.base import make_sandbox
+from pipeline.stages.rollout import Workshop
 from pipeline.tasks.generate import generate_tasks
-from pipeline.tasks.harbor import HarborTask, load_tasks, prepare_workspace
-from pipeline.tasks.teacher import Message, Teacher
+from pipeline.tasks.harbor import HarborTask, load_tasks
+from pipeline.tasks.teacher import Teacher, parse_task
 
-log = logging.getLogger(__name__)
-INSIDE_PORT = 8000
-MODEL_NAME = "policy"
+SCRIPTED_HARNESS = "pi"  # whose tools the scripted teacher calls
+TELL_EVERY_S = 10.0
+STOP_S = 10.0
 SCHEMA = pa.schema(
     [
         ("task_id", pa.string()),
         ("harness", pa.string()),
         ("call", pa.int32()),
         ("reward", pa.float64()),
-        ("messages", pa.string()),
+        ("messages", pa.string()),  # JSON, as are the next two
         ("tools", pa.string()),
+        ("answer", pa.string()),
     ]
 )
 
 
-@dataclass
-class CollectConfig:
-    """Knobs of a collection."""
+def run_collect(config: Config) -> int:
+    """Record each harness of the mix in ``<run_dir>/collect/<harness>.parquet``; a whole recording is not repeated.
 
-    harness: str = "pi"
-    rollouts: int = 24
-    seed: int = 0
-    concurrency: int = 2
-    timeout_s: float = 120.0
-    home: Path = Path(DEFAULT_ROOT)
-    teacher: Teacher = field(default_factory=Teacher)
-    sandbox: SandboxConfig = field(default_factory=SandboxConfig)
+    Raises UserError for a wrong setting, or when no rollout of the teacher was worth keeping.
+    """
+    for harness in config.mix.harnesses:
+        _check(config, harness)
+        out = recording(config, harness)
+        if config.fresh:
+            out.unlink(missing_ok=True)
+        if not out.exists():
+            asyncio.run(collect(config, harness, out))
+        elif _settings_of(out) != _settings(config):
+            raise UserError(f"{out} was recorded with other settings: fresh=true records again")
+        _say(f"{out}: {pq.read_metadata(out).num_rows} model requests of {harness}")
+    return 0
+
+
+def recording(config: Config, harness: str) -> Path:
+    """Where a harness's recording lies."""
+    return Path(config.run_dir).absolute() / "collect" / f"{harness}.parquet"
+
+
+def scripted_teacher(config: Config) -> Teacher:
+    """The scripted teacher of a configuration."""
+    return Teacher(lazy=config.collect.lazy, verify=config.collect.verify, seed=config.seed)
+
+
+async def collect(config: Config, harness: str, out: Path) -> None:
+    """Roll out one harness on ``collect.rollouts`` training tasks and publish the requests of the kept ones.
+
+    Parquet, one row a model request, columns as in SCHEMA. Raises UserError when nothing was kept.
+    """
+    teacher = None if config.collect.upstream_url else scripted_teacher(config)
+    async with _upstream(config, teacher) as url, _workshop(config, url) as workshop:
+        finished = await _roll_out_all(config, workshop, harness, _tasks(config))
+    kept = [(record, trace) for task, record, trace in finished if as_it_should(record, task, teacher)]
+    _say(f"collect {harness}: kept {len(kept)} of {len(finished)} rollouts")
+    if not kept:
+        record = finished[-1][1]
+        reason = f"{record.task_id} ended as {record.outcome} {record.verdict.reason}".strip()
+        raise UserError(f"the teacher's rollouts of {harness} came to nothing; the last one: {reason}")
+    _publish([row for record, trace in kept for row in _rows(record, trace)], _settings(config), out)
+
+
+def as_it_should(record: RolloutRecord, task: HarborTask, teacher: Teacher | None) -> bool:
+    """Whether a rollout is kept: it solved its task, or the scripted teacher meant to be idle and its run ended well."""
+    if teacher is not None and not teacher.plan(parse_task([{"role": "user", "content": task.instruction}])):
+        return record.outcome is Outcome.UNSOLVED
+    return record.outcome is Outcome.SOLVED
 
 
 class TeacherServer:
-    """Chat Completions over one listening socket: records each request and answers it as the teacher would."""
+    """The scripted teacher as an OpenAI-compatible server."""
 
     def __init__(self, teacher: Teacher) -> None:
         self.teacher = teacher
-        self.requests: list[dict[str, Any]] = []
         self.app = Starlette(routes=[Route("/v1/chat/completions", self._chat, methods=["POST"])])
+
+    @asynccontextmanager
+    async def serving(self) -> AsyncIterator[str]:
+        """Serve on a free port of 127.0.0.1 while the context lasts; gives the URL."""
+        server = uvicorn.Server(uvicorn.Config(self.app, log_level="warning", lifespan="off"))
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            task = asyncio.create_task(server._serve([listener]))  # serve() would take over the program's signals
+            try:
+                yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+            finally:
+                server.should_exit = server.force_exit = True
+                await asyncio.wait_for(task, STOP_S)
 
     async def _chat(self, request: Request) -> Response:
         body = await request.json()
@@ -77,121 +130,111 @@ class TeacherServer:
             message = self.teacher.answer(body["messages"])
         except (KeyError, ValueError) as error:
             return JSONResponse({"error": {"message": str(error), "type": "invalid_request_error"}}, 400)
-        self.requests.append({"messages": body["messages"], "tools": body.get("tools") or []})
-        return stream(message) if body.get("stream") else JSONResponse(completion(message))
-
-    @asynccontextmanager
-    async def serving(self, process: SandboxProcess) -> AsyncIterator[None]:
-        """Serve on the sandbox's listener while the context lasts."""
-        if process.listener is None:
-            raise ValueError("the sandbox was launched without a listen_port")
-        server = uvicorn.Server(uvicorn.Config(self.app, log_level="warning", lifespan="off"))
-        task = asyncio.create_task(server._serve([process.listener.dup()]))  # serve() would take over our signals
-        try:
-            yield
-        finally:
-            server.should_exit = server.force_exit = True
-            await asyncio.wait_for(task, 10.0)
+        reason = "tool_calls" if message.get("tool_calls") else "stop"
+        choice = {"index": 0, "message": message, "finish_reason": reason}
+        head = {"id": "teacher", "object": "chat.completion", "created": int(time.time()), "model": body.get("model")}
+        return JSONResponse(head | {"choices": [choice]})
 
 
-def completion(message: Message) -> dict[str, Any]:
-    """A whole chat completion around one assistant message."""
-    reason = "tool_calls" if message.get("tool_calls") else "stop"
-    choice = {"index": 0, "message": message, "finish_reason": reason}
-    return {"id": "teacher", "object": "chat.completion", "created": 0, "model": MODEL_NAME, "choices": [choice]}
+@asynccontextmanager
+async def _upstream(config: Config, teacher: Teacher | None) -> AsyncIterator[str]:
+    if teacher is None:
+        yield str(config.collect.upstream_url)
+    else:
+        async with TeacherServer(teacher).serving() as url:
+            yield url
 
 
-def stream(message: Message) -> Response:
-    """The same as server-sent events: one delta, then the reason of the end."""
-    delta = dict(message)
-    if calls := delta.pop("tool_calls", None):
-        delta["tool_calls"] = [call | {"index": index} for index, call in enumerate(calls)]
-    reason = "tool_calls" if calls else "stop"
-    head = {"id": "teacher", "object": "chat.completion.chunk", "created": 0, "model": MODEL_NAME}
-    chunks = [
-        head | {"choices": [{"index": 0, "delta": delta, "finish_reason": None}]},
-        head | {"choices": [{"index": 0, "delta": {}, "finish_reason": reason}]},
-    ]
-    events = [json.dumps(chunk) for chunk in chunks] + ["[DONE]"]
-    return Response("".join(f"data: {event}\n\n" for event in events), media_type="text/event-stream")
-
-
-async def collect(config: CollectConfig, out: Path) -> Path:
-    """Record ``config.rollouts`` runs of the teacher in ``out`` (Parquet, one row a model request) and return it.
-
-    Raises UserError if a run ended without a request or without a grade: nothing is written then.
-    """
-    sandbox = make_sandbox(config.sandbox)
-    limit = asyncio.Semaphore(config.concurrency)
+@asynccontextmanager
+async def _workshop(config: Config, url: str) -> AsyncIterator[Workshop]:
+    """What rollouts need, with the proxy in text mode in front of ``url``."""
     with tempfile.TemporaryDirectory(prefix="yoke-collect-") as scratch:
-        place = Path(scratch)
-        tasks = load_tasks(generate_tasks(place / "tasks", "train", config.rollouts, config.seed))
-
-        async def one(task: HarborTask) -> list[dict[str, Any]]:
-            async with limit:
-                return await record(config, sandbox, task, place)
-
-        rows = [row for rows in await asyncio.gather(*map(one, tasks)) for row in rows]
-    partial = out.with_name(f".{out.name}.partial")
-    out.parent.mkdir(parents=True, exist_ok=True)
-    pq.write_table(pa.Table.from_pylist(rows, SCHEMA), partial, compression="zstd")
-    os.replace(partial, out)
-    log.info("%d runs, %d requests in %s", config.rollouts, len(rows), out)
-    return out
+        supervisor = ShardSupervisor(
+            url, config.engine.shards, Path(scratch) / "journal", config.collect.upstream_model,
+            request_timeout_s=config.engine.request_timeout_s, upstream="text",
+        )  # fmt: skip
+        try:
+            await supervisor.start()
+            home = Path(config.harness.home or DEFAULT_ROOT)
+            yield Workshop(make_sandbox(config.sandbox), supervisor, config.harness, Path(scratch), home)
+        finally:
+            await supervisor.stop()
 
 
-async def record(config: CollectConfig, sandbox: Sandbox, task: HarborTask, scratch: Path) -> list[dict[str, Any]]:
-    """One run of the harness on ``task`` with the teacher as its model: its requests with the run's reward."""
-    place = Path(tempfile.mkdtemp(prefix="run-", dir=scratch))
-    workspace = place / "workspace"
-    workspace.mkdir()
-    prepare_workspace(task, workspace)
-    launch = get_harness(config.harness).launch(
-        f"http://127.0.0.1:{INSIDE_PORT}", "teacher", MODEL_NAME, task.instruction, config.home
-    )
-    spec = SandboxSpec(
-        **vars(launch),
-        workspace=workspace,
-        listen_port=INSIDE_PORT,
-        stdout=place / "output",
-        timeout_s=config.timeout_s,
-    )
-    server = TeacherServer(config.teacher)
-    process = await sandbox.launch(spec)
-    try:
-        async with server.serving(process):
-            process.go()
-            await process.wait()
-    except BaseException:
-        process.kill()
-        await process.wait()
-        raise
-    verdict = await verify(task, workspace, sandbox, place)
-    if not server.requests or verdict.reward is None:
-        tail = (place / "output").read_text(errors="replace")[-500:]
-        raise UserError(f"the teacher's run of {config.harness} on {task.ref.task_id} came to nothing: {tail}")
+async def _roll_out_all(
+    config: Config, workshop: Workshop, harness: str, tasks: list[HarborTask]
+) -> list[tuple[HarborTask, RolloutRecord, Trace]]:
+    """One rollout a task, ``config.concurrency`` at once, in the order of the tasks."""
+    limit = asyncio.Semaphore(config.concurrency)
+    started = told = time.monotonic()
+    done = 0
+
+    async def one(task: HarborTask) -> tuple[HarborTask, RolloutRecord, Trace]:
+        nonlocal done, told
+        async with limit:
+            spec = GroupSpec(f"collect-{task.ref.task_id}", task.ref, harness, 0, 1)
+            record, trace = await workshop.roll_out_traced(spec, 0)
+        done += 1
+        if time.monotonic() - told > TELL_EVERY_S:
+            told = time.monotonic()
+            _say(f"collect {harness}: {done} of {len(tasks)} rollouts, {told - started:.0f} s")
+        return task, record, trace
+
+    return await asyncio.gather(*map(one, tasks))
+
+
+def _tasks(config: Config) -> list[HarborTask]:
+    size = config.collect.rollouts
+    if config.tasks.kind == "harbor":
+        return load_tasks(Path(config.tasks.train or ""))[:size]
+    return load_tasks(generate_tasks(Path(config.run_dir).absolute() / "tasks", "train", size, config.tasks.seed))
+
+
+def _rows(record: RolloutRecord, trace: Trace) -> list[dict[str, Any]]:
+    """One row a delivered call."""
+    head = {"task_id": record.task_id, "harness": record.harness, "reward": record.verdict.correctness}
     return [
-        {
-            "task_id": task.ref.task_id,
-            "harness": config.harness,
-            "call": number,
-            "reward": verdict.reward,
-            "messages": json.dumps(request["messages"]),
-            "tools": json.dumps(request["tools"]),
-        }
-        for number, request in enumerate(server.requests)
+        head | {"call": call.call_id} | {name: json.dumps(text) for name, text in entry.items()}
+        for call, entry in zip(trace.calls, trace.transcript, strict=True)
+        if call.delivered
     ]
 
 
-def main() -> None:
-    """``python -m pipeline.stages.collect --out FILE``."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--rollouts", type=int, default=24)
-    arguments = parser.parse_args()
-    logging.basicConfig(level=logging.INFO, format="%(message)s")
-    asyncio.run(collect(CollectConfig(rollouts=arguments.rollouts), arguments.out))
+def _publish(rows: list[dict[str, Any]], settings: str, out: Path) -> None:
+    out.parent.mkdir(parents=True, exist_ok=True)
+    draft = out.with_name(f".{out.name}.partial")
+    schema = SCHEMA.with_metadata({"settings": settings})
+    pq.write_table(pa.Table.from_pylist(rows, schema), draft, compression="zstd")
+    os.replace(draft, out)
 
 
-if __name__ == "__main__":
-    main()
+def _settings(config: Config) -> str:
+    """What decides about a recording's content."""
+    tasks = {"kind": config.tasks.kind, "train": config.tasks.train, "seed": config.tasks.seed}
+    return json.dumps({"collect": asdict(config.collect), "tasks": tasks, "seed": config.seed}, sort_keys=True)
+
+
+def _settings_of(out: Path) -> str:
+    return str((pq.read_schema(out).metadata or {}).get(b"settings", b"").decode())
+
+
+def _check(config: Config, harness: str) -> None:
+    """Raises UserError for what cannot work."""
+    recipe = get_harness(harness)
+    home = Path(config.harness.home or DEFAULT_ROOT).expanduser()
+    if not installed(harness, home):
+        raise UserError(
+            f"harness {harness} {recipe.version} is not installed in {home}: "
+            f"python -m pipeline.harness.install {harness}"
+        )
+    if config.collect.rollouts < 1:
+        raise UserError(f"collect.rollouts={config.collect.rollouts} must be at least 1")
+    if config.collect.upstream_url is None and (harness != SCRIPTED_HARNESS or config.tasks.kind != "generated"):
+        raise UserError(
+            f"the scripted teacher knows only {SCRIPTED_HARNESS} and the generated tasks: "
+            "collect.upstream_url=… takes any Chat Completions API as the teacher"
+        )
+
+
+def _say(text: str) -> None:
+    print(text, flush=True)

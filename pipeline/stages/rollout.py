@@ -48,16 +48,25 @@ class Workshop:
         """Rollout ``index`` of a group: tried again after infrastructure failures, at most ``harness.retries``
         times.
         """
+        record, _ = await self.roll_out_traced(spec, index, timeout_s)
+        return record
+
+    async def roll_out_traced(
+        self, spec: GroupSpec, index: int, timeout_s: float | None = None
+    ) -> tuple[RolloutRecord, Trace]:
+        """``roll_out``, with the trace of the last try."""
         task = load_task(spec.task.path)
         for _ in range(self.harness.retries + 1):
-            record = await self._try(spec, task, index, timeout_s or self.harness.timeout_s)
+            record, trace = await self._try(spec, task, index, timeout_s or self.harness.timeout_s)
             if record.outcome is not Outcome.INFRASTRUCTURE:
                 break
             self.counters[f"infrastructure: {record.verdict.reason[:80]}"] += 1
         self.counters[f"outcome: {record.outcome}"] += 1
-        return record
+        return record, trace
 
-    async def _try(self, spec: GroupSpec, task: HarborTask, index: int, timeout_s: float) -> RolloutRecord:
+    async def _try(
+        self, spec: GroupSpec, task: HarborTask, index: int, timeout_s: float
+    ) -> tuple[RolloutRecord, Trace]:
         session = f"sk-yoke-{secrets.token_hex(12)}"
         started, starts = time.monotonic(), self.engine_starts()
         async with self._directory() as place:
@@ -69,7 +78,7 @@ class Workshop:
                 done = _Done(Trace(session, ()), None)
                 outcome, verdict = Outcome.INFRASTRUCTURE, Verdict(None, None, 0, f"sandbox: {error}")
             self._keep_snapshot(spec, index, place)
-        return _record(spec, index, session, done, outcome, verdict, time.monotonic() - started)
+        return _record(spec, index, session, done, outcome, verdict, time.monotonic() - started), done.trace
 
     @asynccontextmanager
     async def _directory(self) -> AsyncIterator[Path]:

@@ -1,60 +1,123 @@
-"""Stage collect: the real harness in its sandbox, the scripted teacher as its model."""
+"""Stage collect: the real harness in its sandbox, the real proxy in text mode, the scripted teacher behind it."""
 
 from __future__ import annotations
 
 import asyncio
 import json
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+import httpx
 import pyarrow.parquet as pq
 import pytest
-from starlette.testclient import TestClient
 
+from pipeline.cli import compose_config
+from pipeline.config import Config, UserError
 from pipeline.harness.base import DEFAULT_ROOT
 from pipeline.harness.install import installed
-from pipeline.stages.collect import CollectConfig, TeacherServer, collect
-from pipeline.tasks.generate import draw_tasks
+from pipeline.records import Outcome, PolicyVersion, RolloutRecord, Verdict
+from pipeline.stages.collect import TeacherServer, as_it_should, collect, recording, run_collect
+from pipeline.tasks.generate import draw_tasks, generate_tasks
+from pipeline.tasks.harbor import load_tasks
 from pipeline.tasks.teacher import Teacher, conversation
 
 needs_pi = pytest.mark.skipif(not installed("pi", Path(DEFAULT_ROOT).expanduser()), reason="Pi is not installed")
 
 
+def settings(run_dir: Path, *words: str) -> Config:
+    return compose_config(["+experiment=warm_start", f"run_dir={run_dir}", "engine.shards=1", *words])
+
+
+def rows_of(config: Config) -> list[dict[str, Any]]:
+    return pq.read_table(recording(config, "pi")).to_pylist()
+
+
 @pytest.mark.slow
 @needs_pi
-def test_every_call_of_a_real_run_is_recorded_with_its_reward(tmp_path: Path) -> None:
-    config = CollectConfig(rollouts=2, teacher=Teacher(lazy=0.0, verify=1.0))
-    rows = pq.read_table(asyncio.run(collect(config, tmp_path / "runs.parquet"))).to_pylist()
+def test_every_call_of_a_real_run_is_recorded_with_its_reward(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = settings(tmp_path, "collect.rollouts=2", "collect.lazy=0", "collect.verify=1")
+    assert run_collect(config) == 0
+    assert "kept 2 of 2" in capsys.readouterr().out
+    rows = rows_of(config)
     assert [row["call"] for row in rows] == [0, 1, 2, 3, 4] * 2
     assert all(row["reward"] == 1.0 and row["harness"] == "pi" for row in rows)
     shapes = [[message["role"] for message in json.loads(row["messages"])] for row in rows[:5]]
     assert shapes == [["system", "user", *["assistant", "tool"] * calls] for calls in range(5)]
-    assert [file.name for file in tmp_path.iterdir()] == ["runs.parquet"]
+    answers = [json.loads(row["answer"]) for row in rows[:5]]
+    assert [len(answer.get("tool_calls", [])) for answer in answers] == [1, 1, 1, 1, 0]
+    assert {tool["function"]["name"] for tool in json.loads(rows[0]["tools"])} >= {"bash", "read"}
+
+    assert run_collect(config) == 0  # a whole recording is not repeated
+    assert "kept" not in capsys.readouterr().out and rows_of(config) == rows
+    with pytest.raises(UserError, match="other settings"):
+        run_collect(replace(config, collect=replace(config.collect, rollouts=3)))
 
 
 @pytest.mark.slow
 @needs_pi
-def test_a_lazy_run_earns_nothing(tmp_path: Path) -> None:
-    config = CollectConfig(rollouts=1, teacher=Teacher(lazy=1.0))
-    rows = pq.read_table(asyncio.run(collect(config, tmp_path / "runs.parquet"))).to_pylist()
-    assert [row["reward"] for row in rows] == [0.0]
+def test_a_teacher_at_a_url_is_kept_only_where_it_solves(tmp_path: Path) -> None:
+    """The same scripted server, but as a stranger: nobody knows what it intends."""
+
+    async def run(lazy: float) -> list[dict[str, Any]]:
+        async with TeacherServer(Teacher(lazy=lazy, verify=0.0)).serving() as url:
+            place = tmp_path / str(lazy)
+            config = settings(place, "collect.rollouts=2", f"collect.upstream_url={url}/v1")
+            await collect(config, "pi", recording(config, "pi"))
+            return rows_of(config)
+
+    assert [row["reward"] for row in asyncio.run(run(0.0))] == [1.0] * 4
+    with pytest.raises(UserError, match="came to nothing; the last one: train-0001 ended as unsolved"):
+        asyncio.run(run(1.0))
+    assert not (tmp_path / "1.0" / "collect").exists()
 
 
-def test_the_teacher_answers_whole_or_streamed() -> None:
+def test_only_what_was_meant_is_kept(tmp_path: Path) -> None:
+    task = load_tasks(generate_tasks(tmp_path, "train", 1, 0))[0]
+    idle, busy = Teacher(lazy=1.0), Teacher(lazy=0.0)
+    wanted = {
+        Outcome.SOLVED: [False, True, True],
+        Outcome.UNSOLVED: [True, False, False],
+        Outcome.AGENT_TIMEOUT: [False, False, False],
+        Outcome.INFRASTRUCTURE: [False, False, False],
+    }
+    for outcome, kept in wanted.items():
+        version, verdict = PolicyVersion(0, 0), Verdict(None, None, 0)
+        record = RolloutRecord(
+            "r", "g", 0, "t", "pi", outcome, verdict, (), version, version, 1, 0, 0, 0, 0, 1.0
+        )  # fmt: skip
+        assert [as_it_should(record, task, teacher) for teacher in (idle, busy, None)] == kept
+
+
+async def ask(messages: list[dict[str, Any]]) -> httpx.Response:
+    async with TeacherServer(Teacher(lazy=0.0)).serving() as url, httpx.AsyncClient(trust_env=False) as client:
+        return await client.post(f"{url}/v1/chat/completions", json={"messages": messages})
+
+
+def test_the_teacher_answers_over_http() -> None:
     task = draw_tasks("train", 1, 0)[0]
-    server = TeacherServer(Teacher(lazy=0.0))
-    client = TestClient(server.app)
-    asked = {"messages": conversation("s", task, ())[:2], "tools": []}
-    whole = client.post("/v1/chat/completions", json=asked).json()["choices"][0]
-    assert whole["finish_reason"] == "tool_calls"
-    events = client.post("/v1/chat/completions", json=asked | {"stream": True}).text.split("\n\n")
-    delta = json.loads(events[0].removeprefix("data: "))["choices"][0]["delta"]
-    assert [call.pop("index") for call in delta["tool_calls"]] == [0]
-    assert delta == whole["message"] and events[2] == "data: [DONE]"
-    assert len(server.requests) == 2
+    choice = asyncio.run(ask(conversation("s", task, ())[:2])).json()["choices"][0]
+    assert choice["finish_reason"] == "tool_calls"
+    assert task.answer in choice["message"]["tool_calls"][0]["function"]["arguments"]
 
 
 def test_a_request_without_a_task_is_told_so() -> None:
-    server = TeacherServer(Teacher())
-    answer = TestClient(server.app).post("/v1/chat/completions", json={"messages": [{"role": "user", "content": "hi"}]})
+    answer = asyncio.run(ask([{"role": "user", "content": "hi"}]))
     assert answer.status_code == 400 and "no word task" in answer.json()["error"]["message"]
-    assert server.requests == []
+
+
+@pytest.mark.parametrize(
+    ("words", "complaint"),
+    [
+        (["mix.harnesses=[claude-code]", "harness.home=/nowhere"], "claude-code .* is not installed in /nowhere"),
+        (["mix.harnesses=[nano]"], "unknown harness 'nano'"),
+        pytest.param(["collect.rollouts=0"], "collect.rollouts=0 must be at least 1", marks=needs_pi),
+        pytest.param(["tasks=harbor", "tasks.train=/x", "tasks.test=/x"], "upstream_url", marks=needs_pi),
+    ],
+)
+def test_wrong_settings_are_told_before_anything_starts(tmp_path: Path, words: list[str], complaint: str) -> None:
+    with pytest.raises(UserError, match=complaint):
+        run_collect(settings(tmp_path / "run", *words))
+    assert not (tmp_path / "run").exists()
