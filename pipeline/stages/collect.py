@@ -99,7 +99,7 @@ async def collect(config: Config, harness: str, out: Path) -> None:
 
 
 def as_it_should(record: RolloutRecord, task: HarborTask, teacher: Teacher | None) -> bool:
-    """Whether a rollout is kept: it solved its task, or the scripted teacher meant to be idle and its run ended well."""
+    """Whether a rollout is kept: it solved its task, or the scripted teacher meant to be idle and was."""
     if teacher is not None and not teacher.plan(parse_task([{"role": "user", "content": task.instruction}])):
         return record.outcome is Outcome.UNSOLVED
     return record.outcome is Outcome.SOLVED
