@@ -185,6 +185,20 @@ class CollectConfig:
 
 
 @dataclass
+class SftConfig:
+    """The warm start's three phases, and the held-out probabilities at which it stops."""
+
+    threads: int = 2
+    copy_steps: int = 300  # at most
+    bridge_steps: int = 40
+    full_steps: int = 160  # at most
+    copied: float = 0.97
+    stop_act: list[float] = field(default_factory=lambda: [0.43, 0.55])
+    stop_word: float = 0.80
+    stop_form: float = 0.95
+
+
+@dataclass
 class StageConfig:
     """For a stage that is run by itself."""
 
@@ -213,6 +227,7 @@ class Config:
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     logging: LoggingConfig = field(default_factory=LoggingConfig)
     collect: CollectConfig = field(default_factory=CollectConfig)
+    sft: SftConfig = field(default_factory=SftConfig)
     stage: StageConfig = field(default_factory=StageConfig)
     experiment: Any = None
 

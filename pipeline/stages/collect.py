@@ -60,7 +60,7 @@ def run_collect(config: Config) -> int:
     """
     for harness in config.mix.harnesses:
         _check(config, harness)
-        out = recording(config, harness)
+        out = recording_path(config, harness)
         if config.fresh:
             out.unlink(missing_ok=True)
         if not out.exists():
@@ -71,7 +71,7 @@ def run_collect(config: Config) -> int:
     return 0
 
 
-def recording(config: Config, harness: str) -> Path:
+def recording_path(config: Config, harness: str) -> Path:
     """Where a harness's recording lies."""
     return Path(config.run_dir).absolute() / "collect" / f"{harness}.parquet"
 

@@ -7,10 +7,11 @@ have a loss each, and the context grows in three phases: a plain run over whole 
 
 from __future__ import annotations
 
-import argparse
 import json
 import logging
 import random
+import shutil
+import sys
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,12 +22,15 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
 
-from pipeline.config import UserError
+import pipeline
+from pipeline.config import Config, UserError
+from pipeline.stages.collect import recording_path, run_collect, scripted_teacher
 from pipeline.tasks.generate import WordTask, draw_task
 from pipeline.tasks.teacher import LOOK, MOST_LOOKS, Message, Teacher, act, conversation, parse_task, text_of
 from pipeline.training.tiny import ASSISTANT_TURN, TURN_END, TinyShape, build_model, save_checkpoint, train_tokenizer
 
 log = logging.getLogger(__name__)
+SHIPPED = Path(pipeline.__file__).parent / "assets" / "quickstart-model"
 WRITE = "echo"  # the word to copy is the token that follows
 CONTEXT, FORM, WORD, CHOICE = range(4)  # CHOICE: the first token of a turn
 
@@ -42,25 +46,29 @@ class Phase:
     one_call: bool = False  # rows end after the first call, and every row has one
 
 
-@dataclass
-class SftConfig:
-    """Knobs of the warm start; the defaults made the shipped checkpoint."""
+@dataclass(frozen=True)
+class Curriculum:
+    """The warm start, whole: what ``curriculum`` makes of the configuration, and what has one right value."""
 
-    seed: int = 0
-    threads: int = 2
+    seed: int
+    threads: int
+    teacher: Teacher
+    copy: Phase
+    bridge: Phase
+    full: Phase
+    copied: float  # the first phase ends at this share of right words, over 10 batches
+    stop_act: tuple[float, float]  # the last phase ends with these held-out probabilities of acting,
+    stop_word: float  # with this one of the right word (held there: above it, words are not trained)
+    stop_form: float  # and with this one of a run of MOST_LOOKS + 1 calls that is well-formed
     shape: TinyShape = field(default_factory=TinyShape)
-    teacher: Teacher = field(default_factory=Teacher)
-    copy: Phase = Phase(steps=300, batch=64, learning_rate=3e-3, prefix=(4, 32), one_call=True)
-    bridge: Phase = Phase(steps=40, batch=32, learning_rate=1.5e-3, prefix=(32, 400))
-    full: Phase = Phase(steps=160, batch=24, learning_rate=1.0e-3, prefix=None)
     muon_ratio: float = 6.0  # learning rate of the matrices (Muon) over that of the rest (AdamW)
-    copied: float = 0.97  # the first phase ends at this share of right words, over 10 batches
     drill: float = 0.25  # share of rows after the first phase that train the form of long runs and no choice
-    stop_act: tuple[float, float] = (0.43, 0.55)  # the last phase ends with these held-out probabilities of acting,
-    stop_word: float = 0.80  # with this one of the right word (held there: above it, words are not trained)
-    stop_form: float = 0.95  # and with this one of a run of MOST_LOOKS + 1 calls that is well-formed
     probe_every: int = 5
     probe_tasks: int = 96
+
+
+class NotLearnt(RuntimeError):
+    """A phase of the warm start ended without what it is for."""
 
 
 @dataclass(frozen=True)
@@ -152,13 +160,13 @@ class Renderer:
         return kinds
 
     def check(self, recordings: list[Recording], teacher: Teacher) -> None:
-        """Every recorded request must equal the generated one. Raises ValueError with the first pair that differs."""
+        """Every recorded request must equal the generated one. Raises UserError with the first pair that differs."""
         for recording in recordings:
             task = parse_task(recording.messages)
             made = conversation(self.system, task, teacher.plan(task))[: len(recording.messages)]
             want, got = self.text(recording.messages, True), self.text(made, True)
             if want != got or recording.tools != self.tools:
-                raise ValueError(f"a generated request differs from the recorded one:\n{got[-400:]!r}\n{want[-400:]!r}")
+                raise UserError(f"a generated request differs from the recorded one:\n{got[-400:]!r}\n{want[-400:]!r}")
 
 
 def _flat(message: Message) -> Message:
@@ -210,7 +218,7 @@ def token_logprobs(
 class WarmStart:
     """The curriculum over one model."""
 
-    def __init__(self, config: SftConfig, renderer: Renderer, model: Qwen3ForCausalLM) -> None:
+    def __init__(self, config: Curriculum, renderer: Renderer, model: Qwen3ForCausalLM) -> None:
         self.config = config
         self.renderer = renderer
         self.model = model
@@ -224,7 +232,7 @@ class WarmStart:
         self.started = time.monotonic()
 
     def run(self) -> Probe:
-        """All three phases. Raises RuntimeError if copying is not learnt or the last phase misses its marks."""
+        """All three phases. Raises NotLearnt if copying is not learnt or the last phase misses its marks."""
         self._copy()
         for step in range(self.config.bridge.steps):
             self._step(self.config.bridge, 1.0, step)
@@ -237,7 +245,7 @@ class WarmStart:
             if len(recent) == 10 and sum(recent) / 10 > self.config.copied:
                 log.info("copying is learnt after %d steps, %.0f s", step + 1, time.monotonic() - self.started)
                 return
-        raise RuntimeError(f"copying was not learnt in {self.config.copy.steps} steps (right words {recent[-1]:.2f})")
+        raise NotLearnt(f"copying was not learnt in {self.config.copy.steps} steps (right words {recent[-1]:.2f})")
 
     def _full(self) -> Probe:
         phase = self.config.full
@@ -250,7 +258,7 @@ class WarmStart:
                 log.info("full prompt, step %d: %s, %.0f s", step + 1, probe, time.monotonic() - self.started)
                 if self._done(probe):
                     return probe
-        raise RuntimeError(f"the warm start missed its marks after {phase.steps} steps: {probe}")
+        raise NotLearnt(f"the warm start missed its marks after {phase.steps} steps: {probe}")
 
     def _done(self, probe: Probe) -> bool:
         low, high = self.config.stop_act
@@ -311,7 +319,56 @@ class WarmStart:
         )
 
 
-def warm_start(config: SftConfig, recordings: list[Recording], out: Path) -> Probe:
+def run_sft(config: Config) -> int:
+    """Make ``<run_dir>/model`` from the recording that `yoke collect` makes; neither is made again when it is there.
+
+    Returns 1 when the model did not learn what it should. Raises UserError for a wrong setting.
+    """
+    logging.basicConfig(format="%(message)s", stream=sys.stdout)
+    log.setLevel(logging.INFO)
+    out = Path(config.run_dir).absolute() / "model"
+    if config.collect.upstream_url:
+        raise UserError("yoke sft can learn only from the scripted teacher: collect.upstream_url must be null")
+    if config.fresh:
+        shutil.rmtree(out, ignore_errors=True)
+    if not out.exists():
+        run_collect(config)
+        try:
+            _make(config, out)
+        except NotLearnt as error:
+            print(f"yoke: {error}; another seed=… may do better", file=sys.stderr)
+            return 1
+    log.info("the model is in %s; to ship it: cp %s/* %s/", out, out, SHIPPED)
+    return 0
+
+
+def _make(config: Config, out: Path) -> None:
+    """Train and publish the checkpoint by one rename."""
+    draft = out.with_name(f".{out.name}.partial")
+    shutil.rmtree(draft, ignore_errors=True)
+    warm_start(curriculum(config), read_recordings(recording_path(config, config.mix.harnesses[0])), draft)
+    draft.rename(out)
+
+
+def curriculum(config: Config) -> Curriculum:
+    """The warm start that a configuration asks for."""
+    sft = config.sft
+    low, high = sft.stop_act
+    return Curriculum(
+        seed=config.seed,
+        threads=sft.threads,
+        teacher=scripted_teacher(config),
+        copy=Phase(sft.copy_steps, batch=64, learning_rate=3e-3, prefix=(4, 32), one_call=True),
+        bridge=Phase(sft.bridge_steps, batch=32, learning_rate=1.5e-3, prefix=(32, 400)),
+        full=Phase(sft.full_steps, batch=24, learning_rate=1.0e-3, prefix=None),
+        copied=sft.copied,
+        stop_act=(low, high),
+        stop_word=sft.stop_word,
+        stop_form=sft.stop_form,
+    )
+
+
+def warm_start(config: Curriculum, recordings: list[Recording], out: Path) -> Probe:
     """Make the tokenizer and the model, train, check and write the checkpoint to ``out``."""
     torch.set_num_threads(config.threads)
     tokenizer = train_tokenizer(tokenizer_texts(recordings[0], config.seed), config.shape.vocab)
@@ -324,22 +381,3 @@ def warm_start(config: SftConfig, recordings: list[Recording], out: Path) -> Pro
     save_checkpoint(model, tokenizer, out)
     log.info("wrote %s: %s, expected pass rate %.2f", out, probe, probe.expected_pass)
     return probe
-
-
-def main() -> None:
-    """``python -m pipeline.stages.sft --out DIR``."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--recordings", type=Path, default=RECORDINGS)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--threads", type=int, default=2)
-    arguments = parser.parse_args()
-    logging.basicConfig(level=logging.INFO, format="%(message)s")
-    config = SftConfig(seed=arguments.seed, threads=arguments.threads)
-    warm_start(config, read_recordings(arguments.recordings), arguments.out)
-
-
-RECORDINGS = Path(__file__).parents[1] / "assets" / "teacher" / "pi.parquet"
-
-if __name__ == "__main__":
-    main()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import subprocess
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,11 +18,12 @@ from pipeline.config import Config, UserError
 from pipeline.harness.base import DEFAULT_ROOT
 from pipeline.harness.install import installed
 from pipeline.records import Outcome, PolicyVersion, RolloutRecord, Verdict
-from pipeline.stages.collect import TeacherServer, as_it_should, collect, recording, run_collect
+from pipeline.stages.collect import TeacherServer, as_it_should, collect, recording_path, run_collect
 from pipeline.tasks.generate import draw_tasks, generate_tasks
 from pipeline.tasks.harbor import load_tasks
 from pipeline.tasks.teacher import Teacher, conversation
 
+ROOT = Path(__file__).resolve().parents[2]
 needs_pi = pytest.mark.skipif(not installed("pi", Path(DEFAULT_ROOT).expanduser()), reason="Pi is not installed")
 
 
@@ -30,7 +32,22 @@ def settings(run_dir: Path, *words: str) -> Config:
 
 
 def rows_of(config: Config) -> list[dict[str, Any]]:
-    return pq.read_table(recording(config, "pi")).to_pylist()
+    return pq.read_table(recording_path(config, "pi")).to_pylist()
+
+
+def assert_in_no_file(row: dict[str, Any]) -> None:
+    """A harness's words belong to its makers: no file of the repository holds a line of its prompt or of its tools."""
+    descriptions = [tool["function"]["description"] for tool in json.loads(row["tools"])]
+    words = [json.loads(row["messages"])[0]["content"], *descriptions]
+    lines = [line.strip().encode() for text in words for line in text.splitlines() if len(line) > 50]
+    assert len(lines) > 10
+    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    files = [ROOT / name for name in listed.split("\0") if name and (ROOT / name).is_file()]
+    assert len(files) > 100
+    assert [path.name for path in files if path.suffix in (".parquet", ".arrow", ".zst", ".gz", ".zip")] == []
+    for path in files:
+        data = path.read_bytes()
+        assert not [line for line in lines if line in data], path
 
 
 @pytest.mark.slow
@@ -50,6 +67,8 @@ def test_every_call_of_a_real_run_is_recorded_with_its_reward(
     assert [len(answer.get("tool_calls", [])) for answer in answers] == [1, 1, 1, 1, 0]
     assert {tool["function"]["name"] for tool in json.loads(rows[0]["tools"])} >= {"bash", "read"}
 
+    assert_in_no_file(rows[0])
+
     assert run_collect(config) == 0  # a whole recording is not repeated
     assert "kept" not in capsys.readouterr().out and rows_of(config) == rows
     with pytest.raises(UserError, match="other settings"):
@@ -65,7 +84,7 @@ def test_a_teacher_at_a_url_is_kept_only_where_it_solves(tmp_path: Path) -> None
         async with TeacherServer(Teacher(lazy=lazy, verify=0.0)).serving() as url:
             place = tmp_path / str(lazy)
             config = settings(place, "collect.rollouts=2", f"collect.upstream_url={url}/v1")
-            await collect(config, "pi", recording(config, "pi"))
+            await collect(config, "pi", recording_path(config, "pi"))
             return rows_of(config)
 
     assert [row["reward"] for row in asyncio.run(run(0.0))] == [1.0] * 4

@@ -12,36 +12,55 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast, Qwen3ForCausalLM
 
-import pipeline
-from pipeline.config import UserError
+from pipeline.cli import compose_config
+from pipeline.config import Config, UserError
+from pipeline.harness.base import DEFAULT_ROOT
+from pipeline.harness.install import installed
+from pipeline.stages import sft
+from pipeline.stages.collect import recording_path, run_collect
 from pipeline.stages.sft import (
     CHOICE,
     CONTEXT,
     FORM,
-    RECORDINGS,
+    SHIPPED,
     WORD,
+    Curriculum,
     Phase,
     Recording,
     Renderer,
-    SftConfig,
     WarmStart,
+    curriculum,
     read_recordings,
+    run_sft,
     token_logprobs,
     tokenizer_texts,
     warm_start,
 )
 from pipeline.tasks.generate import draw_tasks
-from pipeline.tasks.teacher import Teacher, act
+from pipeline.tasks.teacher import Teacher, act, conversation
 from pipeline.training.tiny import TinyShape
 
-SHIPPED = Path(pipeline.__file__).parent / "assets" / "quickstart-model"
 TASKS = draw_tasks("test", 3, 0)
 TINY = TinyShape(vocab=1024, hidden=32, layers=1, heads=1, kv_heads=1, intermediate=64)
+WARM_START = ["+experiment=warm_start", "engine.shards=1"]
+WHOLE = curriculum(compose_config(WARM_START))
+BASH = {
+    "type": "function",
+    "function": {
+        "name": "bash",
+        "description": "Run a command in the shell.",
+        "parameters": {"type": "object", "properties": {"command": {"type": "string"}}},
+    },
+}
+
+needs_pi = pytest.mark.skipif(not installed("pi", Path(DEFAULT_ROOT).expanduser()), reason="Pi is not installed")
 
 
 @pytest.fixture(scope="module")
 def recordings() -> list[Recording]:
-    return read_recordings(RECORDINGS)
+    """Requests in the form of a harness that does not exist."""
+    talks = [conversation("You help in a shell. Be brief.", task, act(task, 1)) for task in TASKS]
+    return [Recording(talk[:end], [BASH]) for talk in talks for end in (2, 4)]
 
 
 @pytest.fixture(scope="module")
@@ -59,16 +78,32 @@ def renderer(tokenizer: PreTrainedTokenizerFast, recordings: list[Recording]) ->
     return Renderer(tokenizer, recordings[0])
 
 
-def test_generated_requests_are_the_recorded_ones(renderer: Renderer, recordings: list[Recording]) -> None:
-    assert len(recordings) > 24 and any(len(recording.messages) > 4 for recording in recordings)
-    renderer.check(recordings, Teacher())
+@pytest.mark.slow
+@needs_pi
+def test_generated_requests_are_those_of_the_real_pi(
+    tokenizer: PreTrainedTokenizerFast, model: Qwen3ForCausalLM, tmp_path: Path
+) -> None:
+    """And the checkpoint that ships was made for them: it starts where it should."""
+    words = ["collect.rollouts=4", "collect.lazy=0.3", "collect.verify=0.7"]
+    config = compose_config([*WARM_START, f"run_dir={tmp_path}", *words])
+    run_collect(config)
+    of_pi = read_recordings(recording_path(config, "pi"))
+    assert len({recording.messages[1]["content"][0]["text"] for recording in of_pi}) == 4
+    assert any(len(recording.messages) > 4 for recording in of_pi)
+    renderer = Renderer(tokenizer, of_pi[0])
+    renderer.check(of_pi, curriculum(config).teacher)
+    probe = WarmStart(WHOLE, renderer, model).probe()
+    assert 0.3 < probe.expected_pass < 0.5
+    assert 0.7 < probe.word < 0.95 and probe.form > 0.93
 
 
 def test_a_different_request_is_refused(renderer: Renderer, recordings: list[Recording]) -> None:
+    teacher = Teacher(lazy=0.0)
+    renderer.check(recordings, teacher)
     altered = json.loads(json.dumps(recordings[-1].messages).replace("no output", "no  output"))
-    altered[1]["content"] = [{"type": "text", "text": altered[1]["content"][0]["text"] + " "}]
-    with pytest.raises(ValueError, match="differs"):
-        renderer.check([Recording(altered, recordings[-1].tools)], Teacher())
+    for messages, tools in ((altered, [BASH]), (recordings[0].messages, [BASH, BASH])):
+        with pytest.raises(UserError, match="differs"):
+            renderer.check([Recording(messages, tools)], teacher)
 
 
 def test_kinds_mark_the_models_own_tokens(renderer: Renderer, tokenizer: PreTrainedTokenizerFast) -> None:
@@ -94,12 +129,6 @@ def test_a_shared_prompt_changes_no_logprob(renderer: Renderer, model: Qwen3ForC
     assert int((kinds == WORD).sum()) == len(TASKS)
 
 
-def test_shipped_checkpoint_starts_where_it_should(renderer: Renderer, model: Qwen3ForCausalLM) -> None:
-    probe = WarmStart(SftConfig(), renderer, model).probe()
-    assert 0.3 < probe.expected_pass < 0.5
-    assert 0.7 < probe.word < 0.95 and probe.form > 0.93
-
-
 def test_missing_or_empty_recordings_are_the_users_errors(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="yoke collect"):
         read_recordings(tmp_path / "none.parquet")
@@ -110,9 +139,8 @@ def test_missing_or_empty_recordings_are_the_users_errors(tmp_path: Path) -> Non
 
 
 def test_a_model_that_does_not_learn_writes_nothing(recordings: list[Recording], tmp_path: Path) -> None:
-    config = SftConfig(
-        threads=1, shape=TINY, copy=Phase(steps=2, batch=2, learning_rate=1e-3, prefix=(4, 8), one_call=True)
-    )
+    copy = Phase(steps=2, batch=2, learning_rate=1e-3, prefix=(4, 8), one_call=True)
+    config = replace(WHOLE, threads=1, teacher=Teacher(lazy=0.0), shape=TINY, copy=copy)
     with pytest.raises(RuntimeError, match="copying was not learnt in 2 steps"):
         warm_start(config, recordings, tmp_path / "model")
     assert not (tmp_path / "model").exists()
@@ -120,8 +148,10 @@ def test_a_model_that_does_not_learn_writes_nothing(recordings: list[Recording],
 
 @pytest.mark.slow
 def test_every_phase_runs_and_learns_the_form(recordings: list[Recording], tmp_path: Path) -> None:
-    config = SftConfig(
+    config = replace(
+        WHOLE,
         threads=1,
+        teacher=Teacher(lazy=0.0),
         shape=TINY,
         copy=Phase(steps=12, batch=8, learning_rate=3e-3, prefix=(4, 8), one_call=True),
         bridge=Phase(steps=4, batch=4, learning_rate=2e-3, prefix=(8, 32)),
@@ -143,3 +173,38 @@ def test_every_phase_runs_and_learns_the_form(recordings: list[Recording], tmp_p
 def test_tokenizer_is_trained_without_test_lists(recordings: list[Recording]) -> None:
     texts = "\n".join(tokenizer_texts(recordings[0], 0, tasks=500))
     assert not any(task.instruction in texts for task in draw_tasks("test", 500, 0))
+
+
+@pytest.mark.slow
+@needs_pi
+def test_sft_collects_trains_publishes_and_repeats_nothing(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def small(config: Config) -> Curriculum:
+        whole = curriculum(config)
+        copy, full = replace(whole.copy, batch=4), replace(whole.full, batch=2)
+        return replace(whole, shape=TINY, copy=copy, full=full, probe_tasks=2)
+
+    monkeypatch.setattr(sft, "curriculum", small)
+    words = ["collect.rollouts=2", "sft.threads=1", "sft.copy_steps=10", "sft.bridge_steps=1", "sft.full_steps=5"]
+    marks = ["sft.copied=-1", "sft.stop_act=[0,1]", "sft.stop_word=0", "sft.stop_form=0"]
+    config = compose_config([*WARM_START, f"run_dir={tmp_path}", *words, *marks])
+    unreachable = replace(config, sft=replace(config.sft, copied=2.0))
+    assert run_sft(unreachable) == 1
+    assert "copying was not learnt in 10 steps" in capfd.readouterr().err
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["collect", "tasks"]
+
+    assert run_sft(config) == 0
+    assert "kept" not in capfd.readouterr().out  # the recording was there
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "model").config.hidden_size == TINY.hidden
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["collect", "model", "tasks"]
+    written = (tmp_path / "model" / "model.safetensors").stat().st_mtime_ns
+
+    assert run_sft(config) == 0
+    assert (tmp_path / "model" / "model.safetensors").stat().st_mtime_ns == written
+
+
+def test_sft_learns_from_the_scripted_teacher_only(tmp_path: Path) -> None:
+    config = compose_config([*WARM_START, f"run_dir={tmp_path}", "collect.upstream_url=http://h/v1"])
+    with pytest.raises(UserError, match="upstream_url must be null"):
+        run_sft(config)
