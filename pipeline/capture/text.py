@@ -65,19 +65,29 @@ class Completion(msgspec.Struct):
         return Figures(reason, usage.prompt_tokens or 0, usage.completion_tokens or 0, cached or 0)
 
 
+def trusts_environment(url: str) -> bool:
+    """Whether the environment's HTTP proxy may be asked for this URL."""
+    return urlsplit(url).hostname not in LOOPBACK
+
+
+def api_base(url: str) -> str:
+    """A base URL as OpenAI's clients take it; a bare ``http://host:port`` means ``…/v1``."""
+    return url.rstrip("/") if urlsplit(url).path.strip("/") else url.rstrip("/") + "/v1"
+
+
 class TextUpstream:
-    """One upstream. ``url`` is its base URL as OpenAI's clients take it; a bare ``http://host:port`` means ``…/v1``."""
+    """One upstream, by its base URL."""
 
     def __init__(self, url: str, model: str, key: str = "", request_timeout_s: float = 300.0, outage_s: float = 60.0):
-        place = urlsplit(url)
-        self._path = (place.path.rstrip("/") or "/v1") + "/chat/completions"
+        place = urlsplit(api_base(url))
+        self._path = place.path + "/chat/completions"
         self._model, self._request_timeout_s, self._outage_s = model, request_timeout_s, outage_s
         self._client = httpx.AsyncClient(
             base_url=f"{place.scheme}://{place.netloc}",
             headers={"authorization": f"Bearer {key}"} if key else {},
             timeout=httpx.Timeout(None, connect=CONNECT_S),
             limits=httpx.Limits(max_connections=None),
-            trust_env=place.hostname not in LOOPBACK,
+            trust_env=trusts_environment(url),
         )
 
     async def complete(self, request: ChatRequest, policy: Policy) -> Completion:

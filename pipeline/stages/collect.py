@@ -18,6 +18,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pyarrow as pa
 import pyarrow.parquet as pq
 import uvicorn
@@ -26,7 +27,9 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
+from pipeline.capture.control import UPSTREAM_KEY
 from pipeline.capture.supervisor import ShardSupervisor
+from pipeline.capture.text import api_base, trusts_environment
 from pipeline.config import Config, UserError
 from pipeline.harness.base import DEFAULT_ROOT, get_harness
 from pipeline.harness.install import installed
@@ -40,6 +43,7 @@ from pipeline.tasks.teacher import Teacher, parse_task
 SCRIPTED_HARNESS = "pi"  # whose tools the scripted teacher calls
 TELL_EVERY_S = 10.0
 STOP_S = 10.0
+GREET_S = 20.0
 SCHEMA = pa.schema(
     [
         ("task_id", pa.string()),
@@ -139,10 +143,24 @@ class TeacherServer:
 @asynccontextmanager
 async def _upstream(config: Config, teacher: Teacher | None) -> AsyncIterator[str]:
     if teacher is None:
-        yield str(config.collect.upstream_url)
+        url = str(config.collect.upstream_url)
+        await _greet(url)
+        yield url
     else:
         async with TeacherServer(teacher).serving() as url:
             yield url
+
+
+async def _greet(url: str) -> None:
+    """Raises UserError when nothing answers at a URL, or it refuses the key: rollouts would wait for it in vain."""
+    headers = {"authorization": f"Bearer {key}"} if (key := os.environ.get(UPSTREAM_KEY)) else {}
+    try:
+        async with httpx.AsyncClient(trust_env=trusts_environment(url), timeout=GREET_S) as client:
+            reply = await client.get(f"{api_base(url)}/models", headers=headers)
+    except (httpx.HTTPError, httpx.InvalidURL) as error:
+        raise UserError(f"collect.upstream_url={url}: no answer ({error})") from error
+    if reply.status_code in (401, 403):
+        raise UserError(f"collect.upstream_url={url} refuses the key in {UPSTREAM_KEY} (status {reply.status_code})")
 
 
 @asynccontextmanager

@@ -133,10 +133,33 @@ def test_a_request_without_a_task_is_told_so() -> None:
         (["mix.harnesses=[claude-code]", "harness.home=/nowhere"], "claude-code .* is not installed in /nowhere"),
         (["mix.harnesses=[nano]"], "unknown harness 'nano'"),
         pytest.param(["collect.rollouts=0"], "collect.rollouts=0 must be at least 1", marks=needs_pi),
+        pytest.param(["collect.upstream_url=http://127.0.0.1:9/v1"], "no answer", marks=needs_pi),
+        pytest.param(["collect.upstream_url=ftp://x"], "ftp://x: no answer", marks=needs_pi),
         pytest.param(["tasks=harbor", "tasks.train=/x", "tasks.test=/x"], "upstream_url", marks=needs_pi),
     ],
 )
 def test_wrong_settings_are_told_before_anything_starts(tmp_path: Path, words: list[str], complaint: str) -> None:
     with pytest.raises(UserError, match=complaint):
         run_collect(settings(tmp_path / "run", *words))
-    assert not (tmp_path / "run").exists()
+    assert not list(tmp_path.rglob("*.parquet"))
+
+
+@needs_pi
+def test_a_refused_key_is_told_before_anything_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[str] = []
+
+    async def refuse(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        seen.append((await reader.readuntil(b"\r\n\r\n")).decode())
+        writer.write(b"HTTP/1.1 401 X\r\ncontent-length: 0\r\n\r\n")
+        writer.close()
+
+    async def run() -> None:
+        async with await asyncio.start_server(refuse, "127.0.0.1", 0) as server:
+            port = server.sockets[0].getsockname()[1]
+            config = settings(tmp_path, f"collect.upstream_url=http://127.0.0.1:{port}")
+            await collect(config, "pi", recording_path(config, "pi"))
+
+    monkeypatch.setenv("YOKE_UPSTREAM_KEY", "s3cret")
+    with pytest.raises(UserError, match="refuses the key in YOKE_UPSTREAM_KEY") as failure:
+        asyncio.run(run())
+    assert "s3cret" in seen[0] and "GET /v1/models" in seen[0] and "s3cret" not in str(failure.value)
