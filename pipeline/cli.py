@@ -5,6 +5,7 @@ A wrong setting ends here: one line, exit code 2.
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -96,6 +97,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except UserError as error:
         print(f"yoke: {error}", file=sys.stderr)
         sys.exit(2)
+    except (RuntimeError, TimeoutError, OSError) as error:
+        if os.environ.get("YOKE_TRACEBACK"):
+            raise
+        print(f"yoke: {type(error).__name__}: {error} (YOKE_TRACEBACK=1 shows where)", file=sys.stderr)
+        sys.exit(1)
     except KeyboardInterrupt:
         print("yoke: interrupted; the same command goes on from the last checkpoint", file=sys.stderr)
         sys.exit(130)

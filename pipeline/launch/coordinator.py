@@ -14,7 +14,7 @@ from typing import Any
 
 from pipeline.config import Config
 from pipeline.launch.run_directory import Attempt
-from pipeline.records import GroupSpec, Outcome, RolloutRecord, TaskRef, TrainGroup
+from pipeline.records import GroupSpec, Outcome, PolicyVersion, RolloutRecord, TaskRef, TrainGroup
 from pipeline.report.store import append_jsonl, read_group
 from pipeline.stages.advantage import enough_graded, load_reward, score, to_train_group
 from pipeline.stages.evaluation import Cells
@@ -31,8 +31,6 @@ class Engine:
     url: str
     control_url: str
     weights: str = ""  # the policy version that was pushed into it; empty after its vLLM was restarted
-    seen: float = 0.0
-    stats: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass
@@ -52,7 +50,11 @@ class Coordinator:
 
     def __init__(self, config: Config, attempt: Attempt, flow: GroupFlow | None) -> None:
         self.config, self.attempt, self.flow = config, attempt, flow
-        self.engines: dict[str, Engine] = {}
+        self.engines: dict[str, Engine] = {}  # those whose vLLM is up
+        self.seen: dict[str, float] = {}  # engine rank → when it last called
+        self.stats: dict[str, dict[str, Any]] = {}
+        self.failure: str | None = None  # why an engine rank gave up
+        self.interrupted = False  # someone asked for a checkpoint and the end
         self.progress = Progress()
         self.events: deque[dict[str, Any]] = deque(maxlen=500)
         self.phase = "starting"
@@ -70,6 +72,8 @@ class Coordinator:
             "lease": self.lease,
             "close": self.close,
             "heartbeat": self.heartbeat,
+            "fail": self.fail,
+            "interrupt": self.interrupt,
             "status": self.status,
         }
 
@@ -78,7 +82,8 @@ class Coordinator:
     def register(self, engine: str, url: str, control_url: str) -> dict[str, Any]:
         """An engine rank's vLLM is up, for the first time or again. It gets weights before it gets groups."""
         with self._changed:
-            self.engines[engine] = Engine(engine, url, control_url, seen=time.monotonic())
+            self.seen[engine] = time.monotonic()
+            self.engines[engine] = Engine(engine, url, control_url)
             self._changed.notify_all()
         return {}
 
@@ -89,11 +94,25 @@ class Coordinator:
         return {}
 
     def heartbeat(self, engine: str, stats: dict[str, Any]) -> dict[str, Any]:
+        """Answers whether to stop, and whether this engine rank is known: one that was given up registers again."""
         with self._changed:
-            if engine in self.engines:
-                self.engines[engine].seen = time.monotonic()
-                self.engines[engine].stats = stats
-        return {"stop": self._stopping}
+            self.seen[engine] = time.monotonic()
+            self.stats[engine] = stats
+            return {"stop": self._stopping, "known": engine in self.engines}
+
+    def fail(self, engine: str, reason: str) -> dict[str, Any]:
+        """An engine rank cannot go on; the trainer ends the attempt at once, with this reason."""
+        with self._changed:
+            self.failure = f"{engine}: {reason}"
+            self._changed.notify_all()
+        return {}
+
+    def interrupt(self) -> dict[str, Any]:
+        """The person at the terminal wants the run to stop: the trainer checkpoints first."""
+        with self._changed:
+            self.interrupted = True
+            self._changed.notify_all()
+        return {}
 
     def lease(self, engine: str) -> dict[str, Any]:
         """Work for ``engine``: waits up to LONG_POLL_S for some, then answers {"work": None}."""
@@ -113,24 +132,25 @@ class Coordinator:
         if known is None or not known.weights:
             return None
         if self._cells is not None:
-            return self._cells.lease()
+            return self._cells.lease(engine)
         if self.flow is None or self.phase != "train":
             return None
-        lease = self.flow.lease(engine)
+        lease = self.flow.lease(engine, PolicyVersion.parse(known.weights))
         if lease is None:
             return None
         oldest = self.flow.version.n - self.config.algorithm.max_staleness
-        return _train_work(lease.spec, lease.lease_id) | {"keep_from": oldest, "resumed_from": self.flow.resumed_n}
+        return _train_work(lease.spec, lease.lease_id) | {"keep_from": oldest, "lineage": self.flow.state.lineage}
 
     def close(self, engine: str, work: dict[str, Any], path: str) -> dict[str, Any]:
         """A group is done: its rollouts lie in the Parquet file ``path``."""
         records = read_group(Path(path))
+        if work["kind"] == "train":
+            records = score(records, self._reward)  # the user's function may be slow: not under the lock
         with self._changed:
-            if work["kind"] == "evaluate":
-                if self._cells is not None:
-                    self._cells.close(work, records)
-            else:
-                self._close_train(work, score(records, self._reward))
+            if work["kind"] == "train":
+                self._close_train(work, records)
+            elif self._cells is not None:
+                self._cells.close(work, records)
             self._changed.notify_all()
         return {}
 
@@ -152,7 +172,7 @@ class Coordinator:
 
     def _admit(self, group: TrainGroup) -> None:
         assert self.flow is not None
-        version = min(record.version for record in group.rollouts)
+        version = min((record.version for record in group.rollouts), key=lambda version: version.n)
         self.flow.admit(group, version)
         self._note(group.group_id, "admitted", str(version))
 
@@ -177,7 +197,7 @@ class Coordinator:
         return {"kind": "phase", "name": self.phase, **(self._cells.counts() if self._cells else {})}
 
     def _state_now(self) -> dict[str, Any]:
-        stats = [engine.stats for engine in self.engines.values()]
+        stats = self.stats.values()
         return {
             "kind": "state",
             "queue": len(self.flow.ready) if self.flow else 0,
@@ -220,14 +240,18 @@ class Coordinator:
             return [engine for engine in self.engines.values() if engine.weights != version]
 
     def lost_engines(self, silence_s: float) -> list[str]:
-        """Engine ranks that were silent for ``silence_s``; their groups go back to the queue."""
+        """Engine ranks that were silent for ``silence_s``; their groups and cells go back to the queue."""
         now = time.monotonic()
         with self._changed:
-            lost = [name for name, engine in self.engines.items() if now - engine.seen > silence_s]
+            lost = [name for name, seen in self.seen.items() if now - seen > silence_s]
             for name in lost:
-                del self.engines[name]
+                del self.seen[name]
+                self.engines.pop(name, None)
+                self.stats.pop(name, None)
                 if self.flow is not None:
                     self.flow.release_engine(name)
+                if self._cells is not None:
+                    self._cells.release(name)
         return lost
 
     def wait(self, seconds: float) -> None:

@@ -10,8 +10,10 @@ import logging
 import os
 import random
 import shutil
-import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,18 +23,20 @@ from pipeline.engine.server import SERVED_MODEL_NAME, EngineServer
 from pipeline.harness.base import DEFAULT_ROOT
 from pipeline.launch.coordinator import LONG_POLL_S, spec_from_json
 from pipeline.launch.rpc import RpcClient, RpcError, RpcServer
-from pipeline.launch.run_directory import Attempt
+from pipeline.launch.run_directory import RENDEZVOUS_S, Attempt
 from pipeline.records import GroupSpec, PolicyVersion, RolloutRecord
 from pipeline.report.store import read_group, write_group
 from pipeline.sandbox.base import make_sandbox
-from pipeline.stages.evaluation import merge, read_cell
+from pipeline.stages.evaluation import is_graded, merge, read_cell
+from pipeline.stages.flow import is_ancestor
 from pipeline.stages.rollout import Workshop
 
 log = logging.getLogger("yoke.engine")
 
 HEARTBEAT_S = 1.0
-COORDINATOR_SILENCE_S = 60.0
-RENDEZVOUS_S = 300.0
+COORDINATOR_SILENCE_S = 20.0
+OUTAGE_S = 120.0  # a harness's call outlives an engine restart of this length
+CALL_THREADS = 8
 
 
 class EngineRank:
@@ -41,20 +45,28 @@ class EngineRank:
     def __init__(self, config: Config, attempt: Attempt, node: int, snapshots: Path | None = None) -> None:
         self.config, self.attempt, self.name = config, attempt, f"node{node}"
         self.snapshots = snapshots
-        self.scratch = Path(tempfile.mkdtemp(prefix="yoke-"))
+        self.scratch = attempt.new_scratch(self.name)
         self.server = EngineServer(config.engine, config.model, attempt.logs / f"vllm-{self.name}.log", self.scratch)
         self.supervisor = ShardSupervisor(
-            self.server.url, config.engine.shards, self.scratch / "journal", SERVED_MODEL_NAME
+            self.server.url,
+            config.engine.shards,
+            self.scratch / "journal",
+            SERVED_MODEL_NAME,
+            config.engine.request_timeout_s,
+            OUTAGE_S,
         )
         self.slots = asyncio.Semaphore(config.concurrency)
-        self.groups: set[asyncio.Task[None]] = set()
+        self.groups: dict[str, asyncio.Task[None]] = {}
         self.queued = 0
         self.in_flight = 0
         self.tokens: list[tuple[float, int]] = []
         self.restarts = 0
-        self.starting = True
+        self.up = asyncio.Event()
+        self.last_down = time.monotonic()
+        self.restart_wanted = False
         self.stopping = asyncio.Event()
         self.failure: BaseException | None = None
+        self.calls = ThreadPoolExecutor(CALL_THREADS, thread_name_prefix="rpc")
 
     async def run(self) -> None:
         """Serve until the coordinator says stop. Raises when vLLM cannot be kept alive or the coordinator is gone."""
@@ -74,8 +86,16 @@ class EngineRank:
             self.workshop = self._workshop()
             await self._register()
             await self._serve()
+        except Exception as error:
+            await self._report(error)
+            raise
         finally:
             await self._shut_down()
+
+    async def _report(self, error: Exception) -> None:
+        """Let the trainer end the attempt at once, instead of waiting for what will not come."""
+        with suppress(RpcError):
+            await self._call("fail", 5.0, reason=f"{type(error).__name__}: {error}")
 
     async def _find_coordinator(self) -> RpcClient:
         deadline = time.monotonic() + RENDEZVOUS_S
@@ -83,6 +103,9 @@ class EngineRank:
             record = self.attempt.read("coordinator")
             if record is not None:
                 return RpcClient(record["url"], record["token"])
+            failed = self.attempt.read("failed")
+            if failed is not None:
+                raise RuntimeError(f"the {failed['rank']} rank failed: {failed['text']}")
             await asyncio.sleep(0.2)
         raise TimeoutError(f"no coordinator within {RENDEZVOUS_S:g} s in {self.attempt.root}")
 
@@ -94,15 +117,19 @@ class EngineRank:
             scratch=self.scratch,
             harness_home=Path(self.config.harness.home or DEFAULT_ROOT),
             snapshots=self.snapshots,
-            engine_starts=lambda: self.restarts,
+            engine_trouble_since=self._trouble_since,
         )
 
     async def _start_engine(self) -> None:
-        self.starting = True
         self.server.start(self.config.model.path, self._engine_seed())
         await asyncio.to_thread(self.server.wait_ready, self.config.engine.start_timeout_s)
         await asyncio.to_thread(self.server.warm_up)
-        self.starting = False
+        self.last_down = time.monotonic()
+        self.up.set()
+
+    def _trouble_since(self, moment: float) -> bool:
+        """Whether the engine was down at any time after ``moment`` (monotonic clock)."""
+        return not self.up.is_set() or self.last_down > moment
 
     def _engine_seed(self) -> int:
         """Another one at every start: vLLM's own default would sample the same numbers again after each."""
@@ -112,7 +139,8 @@ class EngineRank:
         await self._call("register", url=self.server.url, control_url=self.control.url)
 
     async def _call(self, method: str, timeout_s: float = 30.0, **arguments: Any) -> dict[str, Any]:
-        return await asyncio.to_thread(self.coordinator.call, method, timeout_s, engine=self.name, **arguments)
+        call = partial(self.coordinator.call, method, timeout_s, engine=self.name, **arguments)
+        return await asyncio.get_running_loop().run_in_executor(self.calls, call)
 
     def _policy_version(self, loop: asyncio.AbstractEventLoop, version: str) -> dict[str, Any]:
         """RPC from the trainer while the engine is paused: new calls are salted with the new version."""
@@ -122,8 +150,7 @@ class EngineRank:
 
     def _restart_engine(self) -> dict[str, Any]:
         """RPC from the trainer after a sync that failed half-way: the watcher starts vLLM again."""
-        if not self.starting:
-            self.server.stop()
+        self.restart_wanted = True
         return {}
 
     async def _serve(self) -> None:
@@ -136,9 +163,10 @@ class EngineRank:
             if self.failure is not None:
                 raise self.failure
         finally:
-            for task in [*watchers, leasing, *self.groups]:
+            tasks = [*watchers, leasing, *self.groups.values()]
+            for task in tasks:
                 task.cancel()
-            await asyncio.gather(*watchers, leasing, *self.groups, return_exceptions=True)
+            await asyncio.gather(*tasks, return_exceptions=True)
 
     # --- groups
 
@@ -160,23 +188,30 @@ class EngineRank:
                 self._begin(answer["work"])
 
     def _begin(self, work: dict[str, Any]) -> None:
+        earlier = self.groups.get(work["group_id"])
+        if earlier is not None:  # its lease was taken back and the group leased anew: one writer a group
+            earlier.cancel()
         self.queued += len(work["indices"])
-        task = asyncio.create_task(self._do(work))
-        self.groups.add(task)
-        task.add_done_callback(self._group_done)
+        task = asyncio.create_task(self._do(work, earlier))
+        self.groups[work["group_id"]] = task
+        task.add_done_callback(lambda done: self._group_done(work["group_id"], done))
 
-    def _group_done(self, task: asyncio.Task[None]) -> None:
-        self.groups.discard(task)
+    def _group_done(self, group_id: str, task: asyncio.Task[None]) -> None:
+        if self.groups.get(group_id) is task:
+            del self.groups[group_id]
         if not task.cancelled() and task.exception() is not None:
             self.failure = task.exception()
             self.stopping.set()
 
-    async def _do(self, work: dict[str, Any]) -> None:
+    async def _do(self, work: dict[str, Any], earlier: asyncio.Task[None] | None) -> None:
+        if earlier is not None:
+            await asyncio.wait([earlier])
         spec = spec_from_json(work)
         path = Path(work["path"]) if work["kind"] == "evaluate" else self.attempt.groups / f"{spec.group_id}.parquet"
         records = await asyncio.gather(*(self._one(spec, index, work) for index in work["indices"]))
         if work["kind"] == "evaluate":
             records = merge(read_cell(path), records)
+        self.attempt.check_fence()
         write_group(path, records)
         await self._close(work, path)
         for index in work["indices"]:
@@ -197,13 +232,18 @@ class EngineRank:
         if kept is not None:
             self.queued -= 1
             return kept
-        async with self.slots:
-            self.queued -= 1
-            self.in_flight += 1
-            try:
-                record = await self.workshop.roll_out(spec, index)
-            finally:
-                self.in_flight -= 1
+        waiting = True
+        try:
+            async with self.slots:
+                await self.up.wait()
+                self.queued, waiting = self.queued - 1, False
+                self.in_flight += 1
+                try:
+                    record = await self.workshop.roll_out(spec, index)
+                finally:
+                    self.in_flight -= 1
+        finally:
+            self.queued -= waiting
         self.tokens.append((time.monotonic(), record.sampled_tokens))
         if work["kind"] == "train":
             write_group(self._rollout_file(self.attempt, spec, index), [record])
@@ -213,19 +253,15 @@ class EngineRank:
         return attempt.rollouts / f"{spec.group_id}-{index}.parquet"
 
     def _kept(self, spec: GroupSpec, index: int, work: dict[str, Any]) -> RolloutRecord | None:
-        """A rollout that an earlier attempt finished and that is still fresh enough."""
+        """A graded rollout of an earlier attempt, fresh enough and of weights that led to the present ones."""
         if work["kind"] != "train":
             return None
         for number in reversed(self.attempt.run.attempt_numbers()):
             earlier = self.attempt.run.attempt(number)
             for path in (self._rollout_file(earlier, spec, index), earlier.groups / f"{spec.group_id}.parquet"):
                 if number < self.attempt.number and path.exists():
-                    record = next((r for r in read_group(path) if r.index == index), None)
-                    if (
-                        record
-                        and work["keep_from"] <= record.version.n
-                        and record.newest_version.n <= work["resumed_from"]
-                    ):
+                    record = next((record for record in read_group(path) if record.index == index), None)
+                    if record and is_graded(record) and _usable(record, work):
                         return record
         return None
 
@@ -244,6 +280,8 @@ class EngineRank:
             last_answer = time.monotonic()
             if answer["stop"]:
                 return self.stopping.set()
+            if not answer["known"] and self.up.is_set():
+                await self._register()  # it took us for dead
 
     def _stats(self) -> dict[str, Any]:
         now = time.monotonic()
@@ -259,18 +297,19 @@ class EngineRank:
         }
 
     async def _watch_engine(self) -> None:
-        """Start a dead vLLM again; the trainer pushes the weights when it registers again."""
+        """Start a dead or doubtful vLLM again; the trainer pushes the weights when it registers again."""
         while True:
             await asyncio.sleep(0.5)
-            if self.server.alive():
+            if self.server.alive() and not self.restart_wanted:
                 continue
+            self.up.clear()
             self.restarts += 1
             if self.restarts > self.config.engine.max_restarts:
                 raise RuntimeError(f"vLLM died {self.restarts} times; its log: {self.server.log_path}")
-            log.warning("vLLM is dead, starting it again (%d)", self.restarts)
-            self.starting = True
+            log.warning("vLLM is dead or in doubt, starting it again (%d)", self.restarts)
             await self._call("unregister")
             await asyncio.to_thread(self.server.stop)
+            self.restart_wanted = False
             await self._start_engine()
             await self._register()
 
@@ -278,7 +317,13 @@ class EngineRank:
         await self.supervisor.stop()
         await asyncio.to_thread(self.server.close)
         self.control.stop()
+        self.calls.shutdown(wait=False)
         shutil.rmtree(self.scratch, ignore_errors=True)
+
+
+def _usable(record: RolloutRecord, work: dict[str, Any]) -> bool:
+    fresh = record.version.n >= work["keep_from"]
+    return fresh and all(is_ancestor(v, work["lineage"]) for v in (record.version, record.newest_version))
 
 
 def run_engine(config: Config, attempt: Attempt, node: int, snapshots: Path | None = None) -> None:

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
+import json
 import logging
+import os
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -13,28 +17,29 @@ from pathlib import Path
 from pipeline.config import Config, UserError
 from pipeline.launch import preflight
 from pipeline.launch.data import load_split, load_splits
-from pipeline.launch.local import RunFailed, follow, start_over
+from pipeline.launch.local import RunFailed, claim, follow, living, start_over
 from pipeline.launch.run_directory import RunDirectory
-from pipeline.records import RolloutRecord
+from pipeline.records import Outcome, RolloutRecord
 from pipeline.report.store import read_group, write_group, write_json
 from pipeline.sandbox.base import make_sandbox
 from pipeline.stages import advantage as advantage_stage
 from pipeline.stages.evaluation import Cells, evaluation_specs, is_graded
 from pipeline.stages.gates import check_tasks
+from pipeline.stages.rollout import graded_again
 from pipeline.stages.schedule import Schedule
 from pipeline.stages.verification import verify as verify_workspace
 from pipeline.tasks.harbor import load_task
 
 INCOMPLETE = 3
+RESERVED = ("before", "after")  # labels of the evaluations that training makes
 
 
 def train(config: Config) -> int:
     """The whole loop, from where the run directory says it stands."""
-    run = _open(config)
-    if run.results.exists():
+    run = _open(config, joins=True)
+    if run.done and _covered(config, run):
         say(f"{run.root} is done; fresh=true starts over")
         return _report(config, run)
-    _gate(config, run)
     try:
         follow(config, run)
     except RunFailed as error:
@@ -44,17 +49,20 @@ def train(config: Config) -> int:
 
 
 def check(config: Config) -> int:
-    """Every setting and every task, without starting anything."""
+    """Every setting and every task, without starting a run."""
     preflight.check_settings(config)
-    say("settings: fine")
+    with tempfile.TemporaryDirectory() as scratch:
+        run = RunDirectory(Path(scratch))
+        say(f"settings are fine; {_gate(config, run)} tasks are: the oracle scores 1, doing nothing scores 0")
     return 0
 
 
 def evaluate(config: Config) -> int:
     """Held-out tasks × harnesses with the newest weights of the run."""
     run = _open(config)
-    label, model_dir = _newest_weights(config, run)
-    label = config.stage.label or label
+    weights, model_dir = _newest_weights(config, run)
+    label = config.stage.label or weights
+    _pin_weights(run.evaluation(label), weights)
     tasks = [task.ref for task in load_split(config, run, "test")]
     specs = evaluation_specs(tasks, config.mix.harnesses, config.evaluation.rollouts_per_task)
     cells = Cells(run.evaluation(label), specs, config.evaluation.retries)
@@ -62,13 +70,29 @@ def evaluate(config: Config) -> int:
     return _tell_evaluation(label, cells)
 
 
+def _pin_weights(directory: Path, weights: str) -> None:
+    """An evaluation is of one set of weights. Raises UserError when its label was used for others."""
+    pin = directory / "weights.json"
+    used = json.loads(pin.read_text())["weights"] if pin.exists() else None
+    if directory.name in RESERVED or used not in (None, weights):
+        raise UserError(
+            f"stage.label={directory.name} is of {used or 'the run itself'}, the newest weights are {weights}: "
+            "choose another label"
+        )
+    write_json(pin, {"weights": weights})
+
+
 def rollout(config: Config) -> int:
     """The next groups of the schedule, with the newest weights; their workspaces are kept for `yoke verify`."""
+    from pipeline.stages.update import read_flow
+
     run = _open(config)
     _, model_dir = _newest_weights(config, run)
     train_tasks, _ = load_splits(config, run)
     schedule = Schedule(train_tasks, config.mix.harnesses, config.algorithm.group_size, config.seed)
-    specs = [schedule.group(index) for index in range(config.stage.groups)]
+    flow = read_flow(run.checkpoints)
+    coming = (schedule.group(index) for index in itertools.count())
+    specs = list(itertools.islice((s for s in coming if s.group_id not in flow.ended), config.stage.groups))
     cells = Cells(_stage(run, "rollout"), specs, config.harness.retries)
     _work_through(config, run, model_dir, cells, _stage(run, "workspaces"))
     say(f"{len(specs)} groups in {_stage(run, 'rollout')}; next: yoke verify, then yoke advantage")
@@ -87,6 +111,8 @@ def verify(config: Config) -> int:
 
 
 async def _verify_again(run: RunDirectory, record: RolloutRecord, path: Path, config: Config, sandbox) -> RolloutRecord:  # type: ignore[no-untyped-def]
+    if record.outcome is Outcome.INFRASTRUCTURE:
+        return record
     workspace = _stage(run, "workspaces") / path.stem / str(record.index)
     if not workspace.is_dir():
         raise UserError(f"{workspace} is missing: run `yoke rollout` again")
@@ -94,12 +120,14 @@ async def _verify_again(run: RunDirectory, record: RolloutRecord, path: Path, co
     scratch = _stage(run, "scratch")
     scratch.mkdir(parents=True, exist_ok=True)
     verdict = await verify_workspace(task, workspace, sandbox, scratch)
-    return replace(record, verdict=replace(verdict, tool_calls=record.verdict.tool_calls))
+    return graded_again(record, verdict)
 
 
 def _task_path(run: RunDirectory, config: Config, task_id: str) -> Path:
-    refs = [ref for refs in load_splits(config, run) for ref in refs]
-    return next(ref.path for ref in refs if ref.task_id == task_id)
+    paths = {ref.task_id: ref.path for refs in load_splits(config, run) for ref in refs}
+    if task_id not in paths:
+        raise UserError(f"task {task_id} of the kept rollouts is not among the tasks of these settings")
+    return paths[task_id]
 
 
 def advantage(config: Config) -> int:
@@ -157,11 +185,9 @@ def sft(config: Config) -> int:
 
 
 def report(config: Config) -> int:
-    """results.json, table and learning curve again."""
+    """results.json, table and learning curve again, with the settings that the run was made with."""
     run = RunDirectory(Path(config.run_dir).absolute())
-    if not run.config.exists():
-        raise UserError(f"{run.root} is no run directory")
-    return _report(config, run)
+    return _report(run.saved_config(), run)
 
 
 # --- parts
@@ -178,31 +204,44 @@ def _report(config: Config, run: RunDirectory) -> int:
     return report_run(config, run)
 
 
-def _open(config: Config) -> RunDirectory:
-    """Check every setting, then claim or reopen the run directory."""
+def _open(config: Config, joins: bool = False) -> RunDirectory:
+    """Check every setting and task, then make or reopen the run directory. Only training ``joins`` a living run."""
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(message)s")
     run = RunDirectory(Path(config.run_dir).absolute())
-    preflight.check_settings(config)
+    running = living(run)
+    if running and not joins:
+        raise UserError(f"{run.root} is in use by a running job (attempt {running[0].number}): wait for it or stop it")
+    preflight.check_settings(config, port_is_ours=bool(running))
     if config.tasks.kind == "harbor":
         preflight.check_tasks_readable(config, run)
     if config.fresh:
         start_over(run)
     run.save_config(config)
+    if not running and config.tasks.check and not (run.root / "gates.json").exists():
+        started = time.monotonic()
+        count = _gate(config, run)
+        write_json(run.root / "gates.json", {"tasks": count, "wall_s": time.monotonic() - started})
+        say(f"{count} tasks checked: the oracle scores 1, doing nothing scores 0")
     return run
 
 
-def _gate(config: Config, run: RunDirectory) -> None:
-    """Oracle → 1 and nop → 0 on every task. Raises UserError that names the first tasks that fail."""
-    if not config.tasks.check or (run.root / "gates.json").exists():
-        return
-    started = time.monotonic()
+def _gate(config: Config, run: RunDirectory) -> int:
+    """Oracle → 1 and nop → 0 on every task; returns their number. Raises UserError that names the first that fail."""
     tasks = [*load_split(config, run, "train"), *load_split(config, run, "test")]
     failures = asyncio.run(check_tasks(tasks, make_sandbox(config.sandbox), config.concurrency))
     if failures:
         shown = "; ".join(str(failure) for failure in failures[:3])
         raise UserError(f"{len(failures)} of {len(tasks)} tasks fail their own check: {shown}")
-    write_json(run.root / "gates.json", {"tasks": len(tasks), "wall_s": time.monotonic() - started})
-    say(f"{len(tasks)} tasks checked: the oracle scores 1, doing nothing scores 0")
+    return len(tasks)
+
+
+def _covered(config: Config, run: RunDirectory) -> bool:
+    """Whether the closing evaluation is whole; if not, training again tries its ungraded rollouts."""
+    if not config.evaluation.after:
+        return True
+    tasks = [task.ref for task in load_split(config, run, "test")]
+    specs = evaluation_specs(tasks, config.mix.harnesses, config.evaluation.rollouts_per_task)
+    return Cells(run.evaluation("after"), specs, 0).coverage().complete
 
 
 def _newest_weights(config: Config, run: RunDirectory) -> tuple[str, Path]:
@@ -219,7 +258,9 @@ def _work_through(
 
     if cells.done:
         return
-    work_through(config, run.new_attempt(), model_dir, cells, snapshots)
+    attempt = run.new_attempt()
+    claim(attempt, os.getpid())
+    work_through(config, attempt, model_dir, cells, snapshots)
 
 
 def _tell_evaluation(label: str, cells: Cells) -> int:

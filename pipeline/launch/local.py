@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+import sys
 import time
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 
@@ -18,6 +20,7 @@ from pipeline.launch.run_directory import Attempt, RunDirectory
 from pipeline.report.progress import Progress
 
 POLL_S = 0.5
+INTERRUPT_S = 60.0
 RANKS = ("trainer", "engine")
 
 
@@ -26,24 +29,27 @@ class RunFailed(RuntimeError):
 
 
 def follow(config: Config, run: RunDirectory) -> Attempt:
-    """Bring the run to its end: join a living attempt, else start one; start again after a crash. Returns the last
-    attempt.
+    """Bring the run to its end: join a living attempt, else start one, and start again after a crash.
 
-    Raises RunFailed after ``cluster.max_attempts`` starts by this command.
+    Returns the attempt that finished the run. Raises RunFailed after ``cluster.max_attempts`` starts by this command,
+    and UserError as soon as an attempt ended because of a wrong setting.
     """
     with Progress(config.algorithm.updates, config.logging.progress) as progress:
         for _ in range(config.cluster.max_attempts):
-            attempt, pid = _living(run) or _submit(config, run)
+            attempt, pid = living(run) or _submit(config, run)
             progress.event({"kind": "message", "text": f"attempt {attempt.number}; logs in {attempt.logs}"})
             _watch(attempt, pid, progress)
             if attempt.read("done") is not None:
                 return attempt
-            text = f"attempt {attempt.number} ended early: {_last_words(attempt)}"
-            progress.event({"kind": "error", "text": text})
+            failed = attempt.read("failed") or {"text": _last_words(attempt), "user_error": False}
+            if failed["user_error"]:
+                raise UserError(failed["text"])
+            progress.event({"kind": "error", "text": f"attempt {attempt.number} ended early: {failed['text']}"})
         raise RunFailed(f"{run.root} is not done after {config.cluster.max_attempts} attempts; logs: {attempt.logs}")
 
 
 def _submit(config: Config, run: RunDirectory) -> tuple[Attempt, int]:
+    run.sweep_scratch()
     attempt = run.new_attempt()
     executor = submitit.LocalExecutor(folder=attempt.logs)
     executor.update_parameters(
@@ -52,14 +58,23 @@ def _submit(config: Config, run: RunDirectory) -> tuple[Attempt, int]:
         gpus_per_node=config.cluster.gpus_per_node,
         stderr_to_stdout=True,
     )
-    job = executor.submit(YokeProgram(asdict(config), str(run.root), attempt.number))
+    handler = signal.signal(signal.SIGINT, signal.SIG_IGN)  # inherited: Ctrl-C is for this command, which passes it on
+    try:
+        job = executor.submit(YokeProgram(asdict(config), str(run.root), attempt.number))
+    finally:
+        signal.signal(signal.SIGINT, handler)
     job._cancel_at_deletion = False
-    attempt.publish("job", {"pid": int(job.job_id), "started": _start_time(int(job.job_id))})
+    claim(attempt, int(job.job_id))
     return attempt, int(job.job_id)
 
 
-def _living(run: RunDirectory) -> tuple[Attempt, int] | None:
-    """The newest attempt, if its processes still run (its launcher may have been killed)."""
+def claim(attempt: Attempt, pid: int) -> None:
+    """Leave word of which process an attempt lives and dies with."""
+    attempt.publish("job", {"pid": pid, "started": _start_time(pid)})
+
+
+def living(run: RunDirectory) -> tuple[Attempt, int] | None:
+    """The newest attempt and its process, if that still runs (its launcher may have been killed)."""
     for number in reversed(run.attempt_numbers()[-1:]):
         attempt = run.attempt(number)
         job = attempt.read("job")
@@ -91,8 +106,21 @@ def _watch(attempt: Attempt, pid: int, progress: Progress) -> None:
             if client is not None:
                 seen = _relay(client, seen, progress)
     except KeyboardInterrupt:
-        os.kill(pid, signal.SIGINT)
+        _interrupt(client, pid, started)
         raise
+
+
+def _interrupt(client: RpcClient | None, pid: int, started: int | None) -> None:
+    """Ask for a checkpoint and the end; what has not ended after INTERRUPT_S is killed (its last checkpoint stays)."""
+    print("\nstopping after a checkpoint …", file=sys.stderr)
+    if client is not None:
+        with suppress(RpcError):
+            client.call("interrupt", 10.0)
+        deadline = time.monotonic() + INTERRUPT_S
+        while _start_time(pid) == started and time.monotonic() < deadline:
+            time.sleep(POLL_S)
+    if _start_time(pid) == started:
+        os.kill(pid, signal.SIGINT)  # submitit's controller kills both ranks
 
 
 def _client(attempt: Attempt) -> RpcClient | None:
@@ -128,8 +156,8 @@ def start_over(run: RunDirectory) -> None:
     """Delete the run directory. Raises UserError while the run is going, or when the directory is not a run's."""
     if not run.root.exists():
         return
-    if _living(run):
-        raise UserError(f"{run.root} is running now: stop it before starting over")
-    if any(run.root.iterdir()) and not run.config.exists():
+    if living(run):
+        raise UserError(f"{run.root} is in use by a running job: stop it before starting over")
+    if any(run.root.iterdir()) and not run.is_ours():
         raise UserError(f"{run.root} holds other things than a run: delete it yourself or give another run_dir=…")
     shutil.rmtree(run.root)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+from collections.abc import Collection
 from pathlib import Path
 
 from pipeline.config import Config, UserError
+from pipeline.engine.device import transfer_kind
 from pipeline.engine.server import reserve_port
 from pipeline.harness.base import DEFAULT_ROOT, get_harness
 from pipeline.harness.install import installed
@@ -17,13 +20,19 @@ from pipeline.stages.advantage import load_reward
 ROOM_GB = 1.0
 
 
-def check_settings(config: Config) -> None:
-    """Raises UserError, naming the setting and what to do, for the first thing that cannot work."""
+def check_settings(config: Config, port_is_ours: bool = False) -> None:
+    """Raises UserError, naming the setting and what to do, for the first thing that cannot work.
+
+    ``port_is_ours``: the run is going on, so its own engine holds the port.
+    """
     _check_numbers(config)
+    _check_names(config)
     _check_model(config)
     _check_harnesses(config)
     _check_place(Path(config.run_dir))
-    reserve_port(config.engine.port).close()
+    if not port_is_ours:
+        reserve_port(config.engine.port).close()
+    transfer_kind(config.engine.weight_transfer)
     load_reward(config.reward.fn, config.reward.malformed_is_call)
     make_sandbox(config.sandbox)
 
@@ -53,18 +62,58 @@ def _check_numbers(config: Config) -> None:
         "algorithm.max_staleness": algorithm.max_staleness,
         "engine.shards": config.engine.shards,
         "training.checkpoint_every": config.training.checkpoint_every,
+        "cluster.max_attempts": config.cluster.max_attempts,
+        "evaluation.rollouts_per_task": config.evaluation.rollouts_per_task,
     }.items():
         if value < 1:
             raise UserError(f"{name}={value} must be at least 1")
 
 
+def _check_names(config: Config) -> None:
+    """Words that only a rank would stumble over, minutes later."""
+    known: dict[str, tuple[object, Collection[object]]] = {
+        "cluster.name": (config.cluster.name, ("local",)),
+        "cluster.nodes": (config.cluster.nodes, (1,)),
+        "tasks.kind": (config.tasks.kind, ("generated", "harbor")),
+        "algorithm.loss": (config.algorithm.loss, ("ppo_clip",)),
+        "algorithm.aggregation": (
+            config.algorithm.aggregation,
+            ("group_mean", "rollout_mean", "token_mean", "constant"),
+        ),
+        "training.zero_stage": (config.training.zero_stage, (1, 2, 3)),
+        "model.dtype": (config.model.dtype, ("float32", "bfloat16", "float16")),
+        "logging.wandb": (config.logging.wandb, ("offline", "online", "disabled")),
+    }
+    for name, (value, choices) in known.items():
+        if value not in choices:
+            raise UserError(f"{name}={value} is unknown; one of: {', '.join(map(str, choices))}")
+    if config.tasks.kind == "generated" and min(config.tasks.train_size, config.tasks.test_size) < 1:
+        raise UserError("tasks.train_size and tasks.test_size must be at least 1")
+
+
 def _check_model(config: Config) -> None:
-    path = Path(config.model.path)
-    if (path.is_absolute() or config.model.path.startswith(".")) and not (path / "config.json").is_file():
-        raise UserError(f"model.path={config.model.path}: no such checkpoint directory (config.json is missing there)")
+    path = Path(config.model.path).expanduser()
+    looks_local = path.is_absolute() or config.model.path.startswith((".", "~")) or path.parts[1:2] == ()
+    if not (path / "config.json").is_file() and (looks_local or not _in_hub_cache(config.model.path)):
+        raise UserError(
+            f"model.path={config.model.path}: no such checkpoint directory (config.json is missing there), "
+            "and no model of that name in the local hub cache"
+        )
+
+
+def _in_hub_cache(name: str) -> bool:
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        return isinstance(try_to_load_from_cache(name, "config.json"), str)
+    except HFValidationError:
+        return False
 
 
 def _check_harnesses(config: Config) -> None:
+    if len(set(config.mix.harnesses)) < len(config.mix.harnesses):
+        raise UserError(f"mix.harnesses={config.mix.harnesses} names one twice")
     if not config.mix.harnesses:
         raise UserError("mix.harnesses is empty: name at least one harness")
     home = Path(config.harness.home or DEFAULT_ROOT).expanduser()
@@ -78,6 +127,10 @@ def _check_harnesses(config: Config) -> None:
 
 def _check_place(run_dir: Path) -> None:
     existing = next(parent for parent in [run_dir, *run_dir.absolute().parents] if parent.exists())
+    if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
+        raise UserError(f"run_dir={run_dir}: {existing} is not a directory that you may write to")
+    if run_dir.is_symlink():
+        raise UserError(f"run_dir={run_dir} is a link: give the directory itself")
     free_gb = shutil.disk_usage(existing).free / 1e9
     if free_gb < ROOM_GB:
         raise UserError(f"run_dir={run_dir}: only {free_gb:.2f} GB free, a run needs at least {ROOM_GB:g} GB")

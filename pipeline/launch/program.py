@@ -8,13 +8,14 @@ import logging
 import os
 import signal
 import sys
+from pathlib import Path
 from typing import Any
 
 import submitit
 from omegaconf import OmegaConf
 
 from pipeline.config import Config
-from pipeline.launch.run_directory import RunDirectory
+from pipeline.launch.run_directory import Attempt, RunDirectory
 
 
 class YokeProgram(submitit.helpers.Checkpointable):
@@ -33,8 +34,16 @@ class YokeProgram(submitit.helpers.Checkpointable):
         )
         logging.getLogger("httpx").setLevel(logging.WARNING)
         config = to_config(self.config)
-        attempt = _run(self.run_dir).attempt(self.attempt)
-        if environment.local_rank == 0:
+        attempt = RunDirectory(Path(self.run_dir)).attempt(self.attempt)
+        rank = "trainer" if environment.local_rank == 0 else "engine"
+        try:
+            self._run(rank, config, attempt, environment.node)
+        except BaseException as error:
+            attempt.fail(rank, error)
+            raise
+
+    def _run(self, rank: str, config: Config, attempt: Attempt, node: int) -> None:
+        if rank == "trainer":
             from pipeline.launch.trainer_rank import run_trainer
 
             os.environ["OMP_NUM_THREADS"] = str(config.training.threads)
@@ -43,7 +52,7 @@ class YokeProgram(submitit.helpers.Checkpointable):
             from pipeline.launch.engine_rank import run_engine
 
             signal.signal(signal.SIGUSR2, signal.SIG_IGN)
-            run_engine(config, attempt, environment.node)
+            run_engine(config, attempt, node)
 
 
 def to_config(data: dict[str, Any]) -> Config:
@@ -51,9 +60,3 @@ def to_config(data: dict[str, Any]) -> Config:
     config = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Config), OmegaConf.create(data)))
     assert isinstance(config, Config)
     return config
-
-
-def _run(path: str) -> RunDirectory:
-    from pathlib import Path
-
-    return RunDirectory(Path(path))

@@ -12,6 +12,7 @@ from rich.console import Console
 
 from pipeline.config import Config
 from pipeline.harness.base import get_harness
+from pipeline.launch.data import load_split
 from pipeline.launch.run_directory import RunDirectory
 from pipeline.records import RolloutRecord
 from pipeline.report.metrics import read_metrics
@@ -32,7 +33,9 @@ def report_run(config: Config, run: RunDirectory) -> int:
     write_results(run.results, results)
     print_results(results, Console())
     print(f"results: {run.results}\ncurve:   {run.report / 'curve.png'}")
-    return INCOMPLETE if results["provisional"] and results["after"] is not None else 0
+    wanted = [label for label in ("before", "after") if getattr(config.evaluation, label)]
+    whole = all((results[label] or {"coverage": 0.0})["coverage"] >= 1.0 for label in wanted)
+    return 0 if whole else INCOMPLETE
 
 
 def _evaluated(run: RunDirectory, label: str) -> list[RolloutRecord]:
@@ -40,7 +43,7 @@ def _evaluated(run: RunDirectory, label: str) -> list[RolloutRecord]:
 
 
 def _meta(config: Config, run: RunDirectory) -> Meta:
-    done = next((d for n in reversed(run.attempt_numbers()) if (d := run.attempt(n).read("done"))), {})
+    done = run.done or {}
     return Meta(
         seed=config.seed,
         rollouts=int(done.get("rollouts", 0)),
@@ -55,7 +58,4 @@ def _gates(path: Path) -> dict[str, Any]:
 
 
 def _planned(config: Config, run: RunDirectory) -> int:
-    tasks = (
-        len(list(run.tasks("test").glob("*/task.toml"))) if config.tasks.kind == "generated" else config.tasks.test_size
-    )
-    return tasks * len(config.mix.harnesses) * config.evaluation.rollouts_per_task
+    return len(load_split(config, run, "test")) * len(config.mix.harnesses) * config.evaluation.rollouts_per_task

@@ -68,7 +68,7 @@ class RpcClient:
     """Calls the methods of an `RpcServer`. Thread-safe."""
 
     def __init__(self, url: str, token: str) -> None:
-        self._client = httpx.Client(base_url=url, headers={"authorization": f"Bearer {token}"})
+        self._client = httpx.Client(base_url=url, headers={"authorization": f"Bearer {token}"}, trust_env=False)
 
     def call(self, method: str, timeout_s: float = 30.0, **arguments: Any) -> dict[str, Any]:
         """Raises RpcError when there is no answer within ``timeout_s`` or the method failed."""

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import secrets
-from dataclasses import dataclass
+import shutil
+import tempfile
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 
 from pipeline.config import Config, UserError
+
+RENDEZVOUS_S = 300.0  # within which the ranks of an attempt must have found each other
 
 
 class FencedOff(RuntimeError):
@@ -62,8 +67,21 @@ class RunDirectory:
     def results(self) -> Path:
         return self.report / "results.json"
 
-    def tasks(self, split: str) -> Path:
-        return self.root / "tasks" / split
+    @property
+    def done(self) -> dict[str, Any] | None:
+        """What the attempt that finished the run left, or None while no attempt has."""
+        records = (self.attempt(number).read("done") for number in reversed(self.attempt_numbers()))
+        return next((record for record in records if record), None)
+
+    @property
+    def scratch_prefix(self) -> str:
+        """Node-local temporary directories of this run's attempts begin like this."""
+        return f"yoke-{hashlib.sha256(str(self.root).encode()).hexdigest()[:12]}-"
+
+    def sweep_scratch(self) -> None:
+        """Remove what killed attempts left on this node. Only for a run none of whose attempts is alive."""
+        for path in Path(tempfile.gettempdir()).glob(f"{self.scratch_prefix}*"):
+            shutil.rmtree(path, ignore_errors=True)
 
     def evaluation(self, label: str) -> Path:
         return self.root / "evaluation" / label
@@ -92,13 +110,28 @@ class RunDirectory:
             attempt.logs.mkdir()
             return attempt
 
+    def is_ours(self) -> bool:
+        """Whether this directory was made by a run, and not by somebody's other program."""
+        if not self.config.is_file():
+            return False
+        keys = OmegaConf.load(self.config)
+        return isinstance(keys, DictConfig) and {item.name for item in fields(Config)} <= {str(key) for key in keys}
+
+    def saved_config(self) -> Config:
+        """The configuration that the run was made with. Raises UserError when this is no run directory."""
+        if not self.is_ours():
+            raise UserError(f"{self.root} is no run directory")
+        config = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Config), OmegaConf.load(self.config)))
+        assert isinstance(config, Config)
+        return config
+
     def save_config(self, config: Config) -> None:
         """Keep the canonical configuration; a later command on the same directory must agree with it.
 
         Raises UserError that names the differing keys.
         """
         text = OmegaConf.to_yaml(OmegaConf.structured(config))
-        if not self.config.exists():
+        if not self.config.exists() or not self.attempt_numbers():  # nothing was made with the old settings yet
             return write_atomically(self.config, text)
         different = differing_keys(OmegaConf.create(self.config.read_text()), OmegaConf.create(text))
         if different:
@@ -109,7 +142,7 @@ class RunDirectory:
 
 
 # May differ between two commands on one run directory without making it another experiment.
-_FREE = ("fresh", "logging", "concurrency", "cluster", "engine", "run_dir")
+_FREE = ("fresh", "logging", "concurrency", "cluster", "engine", "run_dir", "stage", "collect", "sft")
 
 
 def differing_keys(old: Any, new: Any) -> list[str]:
@@ -154,6 +187,17 @@ class Attempt:
     @property
     def ledger(self) -> Path:
         return self.root / "ledger.jsonl"
+
+    def new_scratch(self, name: str) -> Path:
+        """A fresh node-local directory of this attempt."""
+        return Path(tempfile.mkdtemp(prefix=f"{self.run.scratch_prefix}{self.number}-{name}-"))
+
+    def fail(self, rank: str, error: BaseException) -> None:
+        """Leave word of why a rank ended, for the other ranks and the launcher; the first word stands."""
+        path = self.root / "failed.json"
+        if not path.exists():
+            record = {"rank": rank, "text": str(error) or repr(error), "user_error": isinstance(error, UserError)}
+            self.publish("failed", record)
 
     def check_fence(self) -> None:
         """Raises FencedOff when a newer attempt has been claimed."""

@@ -5,13 +5,10 @@ from __future__ import annotations
 import logging
 import secrets
 import shutil
-import tempfile
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 from pipeline.config import Config
@@ -19,19 +16,23 @@ from pipeline.engine.transfer import SyncTimings, Transfer, TransferError, make_
 from pipeline.launch.coordinator import Coordinator, Engine
 from pipeline.launch.data import load_splits
 from pipeline.launch.rpc import RpcClient, RpcError, RpcServer
-from pipeline.launch.run_directory import Attempt
+from pipeline.launch.run_directory import RENDEZVOUS_S, Attempt
 from pipeline.records import PolicyVersion
 from pipeline.report.metrics import MetricsLog, evaluation_metrics, group_metrics, rollout_metrics
 from pipeline.stages.evaluation import Cells, evaluation_specs
 from pipeline.stages.flow import FlowState, GroupFlow, ReadyGroup
 from pipeline.stages.schedule import Schedule
-from pipeline.stages.update import open_trainer
+from pipeline.stages.update import fresh_state, open_trainer
 
 log = logging.getLogger("yoke.trainer")
 
 ENGINE_SILENCE_S = 30.0
-NO_ENGINE_S = 900.0
+ENGINE_STOP_S = 3.0
 STALL_S = 1800.0
+
+
+class Interrupted(RuntimeError):
+    """The run was asked to stop, and has written a checkpoint."""
 
 
 class TrainerRank:
@@ -46,14 +47,13 @@ class TrainerRank:
         schedule = Schedule(self.train_tasks, config.mix.harnesses, config.algorithm.group_size, config.seed)
         self.flow = GroupFlow(schedule, config.algorithm, flow_state, attempt.number)
         self.coordinator = Coordinator(config, attempt, self.flow)
-        self.scratch = Path(tempfile.mkdtemp(prefix="yoke-weights-"))
+        self.scratch = attempt.new_scratch("weights")
         self.transfers: dict[str, Transfer] = {}
-        self.save_requested = threading.Event()
         self.metrics = MetricsLog(self.run.root, config.logging, asdict(config))
 
     def _load_state(self) -> dict[str, Any]:
         state = self.trainer.load(self.run.checkpoints)
-        return state or {"flow": FlowState().to_json(), "wall_s": {}, "rollouts": 0}
+        return state or fresh_state()
 
     # --- the run
 
@@ -72,7 +72,7 @@ class TrainerRank:
             self._finish()
         finally:
             self.coordinator.stop()
-            time.sleep(1.5)  # engine ranks learn of it by their next heartbeat
+            time.sleep(ENGINE_STOP_S)  # engine ranks learn of it by their next heartbeat
             server.stop()
             self.metrics.close()
             shutil.rmtree(self.scratch, ignore_errors=True)
@@ -80,19 +80,39 @@ class TrainerRank:
     @contextmanager
     def _phase(self, name: str) -> Iterator[None]:
         self.coordinator.set_phase(name)
-        started = time.monotonic()
+        self._phase_name, self._phase_since = name, time.monotonic()
         try:
             yield
         finally:
-            wall = self.state["wall_s"]
-            wall[name] = wall.get(name, 0.0) + time.monotonic() - started
+            self._account()
+
+    def _account(self) -> None:
+        """Add the time since the last call to the phase that is on, so that a checkpoint holds it."""
+        now = time.monotonic()
+        wall = self.state["wall_s"]
+        wall[self._phase_name] = wall.get(self._phase_name, 0.0) + now - self._phase_since
+        self._phase_since = now
 
     def _await_engine(self) -> None:
-        deadline = time.monotonic() + self.config.engine.start_timeout_s + 60
+        deadline = time.monotonic() + self.config.engine.start_timeout_s + RENDEZVOUS_S
         while not self._sync_engines():
+            self._check_the_others()
             if time.monotonic() > deadline:
                 raise TimeoutError("no engine rank registered in time; see the logs of the attempt")
             self.coordinator.wait(0.5)
+
+    def _check_the_others(self) -> None:
+        """Called in every wait; raises when waiting is of no use: failed or silent engines, a ghost, an interrupt."""
+        self.attempt.check_fence()
+        if self.coordinator.interrupted:
+            self.save()
+            raise Interrupted("interrupted; a checkpoint was written")
+        if self.coordinator.failure:
+            raise RuntimeError(f"engine rank {self.coordinator.failure}")
+        for name in self.coordinator.lost_engines(ENGINE_SILENCE_S):
+            log.warning("engine rank %s was silent for %.0f s; its groups are scheduled again", name, ENGINE_SILENCE_S)
+            if not self.coordinator.seen:
+                raise RuntimeError(f"engine rank {name} was silent for {ENGINE_SILENCE_S:.0f} s, and there is no other")
 
     def _train(self) -> None:
         while self.flow.state.update < self.config.algorithm.updates:
@@ -106,7 +126,7 @@ class TrainerRank:
         self.save()
 
     def _checkpoint_due(self) -> bool:
-        return self.save_requested.is_set() or self.flow.state.update % self.config.training.checkpoint_every == 0
+        return self.flow.state.update % self.config.training.checkpoint_every == 0
 
     def _await_batch(self) -> list[ReadyGroup]:
         """Wait for the next update's groups, keeping engines synced and watched meanwhile."""
@@ -115,9 +135,10 @@ class TrainerRank:
             batch = self.coordinator.take_batch()
             if batch is not None:
                 return batch
+            self._check_the_others()
             if time.monotonic() > deadline:
-                raise TimeoutError(f"no batch within {STALL_S:g} s: {self.coordinator.status()['live']}")
-            self._keep_engines()
+                raise TimeoutError(f"no batch within {STALL_S:g} s: {self.coordinator.status()['now']}")
+            self._sync_engines()
             self.coordinator.wait(0.5)
 
     def _update(self, batch: list[ReadyGroup], waited_s: float) -> None:
@@ -150,11 +171,6 @@ class TrainerRank:
         self.coordinator.emit("update", update=self.flow.state.update, metrics=metrics)
 
     # --- engines
-
-    def _keep_engines(self) -> None:
-        for name in self.coordinator.lost_engines(ENGINE_SILENCE_S):
-            log.warning("engine rank %s is silent; its groups are scheduled again", name)
-        self._sync_engines()
 
     def _sync_engines(self) -> SyncTimings | None:
         """Push the current weights into every engine that lacks them.
@@ -243,8 +259,7 @@ class TrainerRank:
         while not cells.done:
             if time.monotonic() > deadline:
                 raise TimeoutError(f"the evaluation did not end: {cells.counts()}")
-            if self.coordinator.lost_engines(ENGINE_SILENCE_S):
-                cells.release()
+            self._check_the_others()
             self._sync_engines()
             self.coordinator.wait(0.5)
         self.coordinator.evaluate(None)
@@ -252,9 +267,9 @@ class TrainerRank:
     def save(self) -> None:
         """Write a checkpoint, unless a newer attempt has taken the run over."""
         self.attempt.check_fence()
+        self._account()
         self.state |= {"flow": self.flow.state.to_json(), "attempt": self.attempt.number}
         self.trainer.save(self.run.checkpoints, self.state)
-        self.save_requested.clear()
 
     def _finish(self) -> None:
         self.attempt.check_fence()

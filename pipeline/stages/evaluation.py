@@ -34,6 +34,7 @@ class _Cell:
     spec: GroupSpec
     path: Path
     tries: int = 0
+    engine: str = ""
 
     def missing(self) -> list[int]:
         """Indices of rollouts without a grade."""
@@ -60,12 +61,13 @@ class Cells:
         self._waiting = deque(cell for cell in self._all if cell.missing())
         self._open: dict[str, _Cell] = {}
 
-    def lease(self) -> dict[str, Any] | None:
+    def lease(self, engine: str) -> dict[str, Any] | None:
         """The next cell as work for an engine rank, or None while none waits."""
         if not self._waiting:
             return None
         cell = self._waiting.popleft()
         cell.tries += 1
+        cell.engine = engine
         self._open[cell.spec.group_id] = cell
         return {
             "kind": "evaluate",
@@ -85,12 +87,12 @@ class Cells:
         if cell is not None and any(not is_graded(record) for record in records) and cell.tries <= self._retries:
             self._waiting.append(cell)
 
-    def release(self) -> None:
-        """The engine that held the open cells is gone: they wait again, without costing a try."""
-        for cell in self._open.values():
+    def release(self, engine: str) -> None:
+        """An engine rank is gone: its open cells wait again, without costing a try."""
+        for group_id in [group_id for group_id, cell in self._open.items() if cell.engine == engine]:
+            cell = self._open.pop(group_id)
             cell.tries -= 1
             self._waiting.append(cell)
-        self._open.clear()
 
     @property
     def done(self) -> bool:

@@ -6,8 +6,10 @@ No IO, no clock of its own.
 from __future__ import annotations
 
 import enum
+import json
 from collections import deque
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 from pipeline.config import AlgorithmConfig
@@ -31,13 +33,28 @@ class FlowState:
     version_n: int = 0
     next_index: int = 0
     ended: dict[str, list[str]] = field(default_factory=dict)  # group id → [ending, reason]
+    lineage: list[list[int]] = field(default_factory=list)  # [attempt, version_n at which it began], oldest first
 
     def to_json(self) -> dict[str, Any]:
-        return dict(self.__dict__)
+        """A copy that later changes do not reach."""
+        copy: dict[str, Any] = json.loads(json.dumps(asdict(self)))
+        return copy
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> FlowState:
-        return cls(**{name: data[name] for name in ("update", "version_n", "next_index", "ended")})
+        return cls(**{item.name: data[item.name] for item in fields(cls)})
+
+
+def is_ancestor(version: PolicyVersion, lineage: Sequence[Sequence[int]]) -> bool:
+    """Whether the weights of ``version`` led to the present ones.
+
+    They did not if the attempt that made them crashed later on and the run went on from an older checkpoint.
+    """
+    ends = [begun for _, begun in lineage[1:]] + [None]
+    for (attempt, begun), end in zip(lineage, ends, strict=True):
+        if attempt == version.attempt:
+            return begun <= version.n and (end is None or version.n <= end)
+    return False
 
 
 @dataclass(frozen=True)
@@ -56,7 +73,11 @@ class ReadyGroup:
 
     group: TrainGroup
     version: PolicyVersion
-    size: int
+    spec: GroupSpec
+
+    @property
+    def size(self) -> int:
+        return self.spec.size
 
 
 class GroupFlow:
@@ -65,7 +86,7 @@ class GroupFlow:
     def __init__(self, schedule: Schedule, algorithm: AlgorithmConfig, state: FlowState, attempt: int) -> None:
         self.schedule, self.algorithm, self.state = schedule, algorithm, state
         self.version = PolicyVersion(attempt, state.version_n)
-        self.resumed_n = state.version_n
+        state.lineage.append([attempt, state.version_n])
         self.leases: dict[str, Lease] = {}
         self.ready: list[ReadyGroup] = []
         self.pending: deque[GroupSpec] = deque(self._unfinished())
@@ -86,9 +107,10 @@ class GroupFlow:
         """Rollouts that were handed out or wait for their update."""
         return sum(lease.spec.size for lease in self.leases.values()) + sum(ready.size for ready in self.ready)
 
-    def lease(self, engine: str) -> Lease | None:
-        """The next group for ``engine``, or None while no credit is left or the remaining updates need no more
-        groups.
+    def lease(self, engine: str, serves: PolicyVersion) -> Lease | None:
+        """The next group for ``engine``, which now serves ``serves``.
+
+        None while no credit is left or the remaining updates need no more groups.
         """
         algorithm = self.algorithm
         wanted = (algorithm.updates - self.state.update) * algorithm.groups_per_update
@@ -98,16 +120,18 @@ class GroupFlow:
             return None
         spec = self._next_spec()
         self._lease_count += 1
-        lease = Lease(self._lease_count, spec, engine, self.version)
+        lease = Lease(self._lease_count, spec, engine, serves)
         self.leases[spec.group_id] = lease
         return lease
 
     def _next_spec(self) -> GroupSpec:
         if self.pending:
             return self.pending.popleft()
-        spec = self.schedule.group(self.state.next_index)
-        self.state.next_index += 1
-        return spec
+        while True:
+            spec = self.schedule.group(self.state.next_index)
+            self.state.next_index += 1
+            if spec.group_id not in self.state.ended:
+                return spec
 
     def release_engine(self, engine: str) -> None:
         """An engine rank is gone: its groups go back to the head of the queue."""
@@ -128,7 +152,7 @@ class GroupFlow:
     def admit(self, group: TrainGroup, version: PolicyVersion) -> None:
         """A closed group with contrast waits for the next update."""
         lease = self.leases.pop(group.group_id)
-        self.ready.append(ReadyGroup(group, version, lease.spec.size))
+        self.ready.append(ReadyGroup(group, version, lease.spec))
 
     def skip(self, group_id: str, reason: str) -> None:
         """A closed group that can teach nothing (no contrast); another one is scheduled in its place."""
@@ -159,6 +183,7 @@ class GroupFlow:
         ``now`` is any clock in seconds. Groups in flight that the step would make too stale are waited for at most
         ``stale_wait_s``, then dropped whole and scheduled again.
         """
+        self._drop_too_old()
         if len(self.ready) < self._required():
             return None
         expiring = [lease for lease in self.leases.values() if self._expires(lease.floor)]
@@ -169,6 +194,13 @@ class GroupFlow:
             self.dropped_stale += 1
             self._give_back(lease)
         return self._pick()
+
+    def _drop_too_old(self) -> None:
+        """Ready groups beyond the bound (kept from an earlier attempt, or late) are scheduled again."""
+        for ready in [r for r in self.ready if r.version.n < self.version.n - self.algorithm.max_staleness]:
+            self.ready.remove(ready)
+            self.dropped_stale += 1
+            self.pending.appendleft(ready.spec)
 
     def _required(self) -> int:
         """``groups_per_update`` less those whose refills are used up."""
@@ -185,7 +217,7 @@ class GroupFlow:
         return now - self._stale_since >= self.algorithm.stale_wait_s
 
     def _pick(self) -> list[ReadyGroup]:
-        self.ready.sort(key=lambda ready: (ready.version, ready.group.group_id))
+        self.ready.sort(key=lambda ready: (ready.version.n, ready.group.group_id))
         count = max(self.algorithm.groups_per_update, sum(self._expires(ready.version) for ready in self.ready))
         batch, self.ready = self.ready[:count], self.ready[count:]
         return batch

@@ -6,25 +6,25 @@ scored 0.
 
 from __future__ import annotations
 
+import asyncio
 import secrets
-import shutil
 import tempfile
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from pipeline.capture.rows import rows
-from pipeline.capture.supervisor import ShardSupervisor
+from pipeline.capture.supervisor import CaptureError, ShardSupervisor
 from pipeline.config import HarnessConfig
 from pipeline.engine.server import SERVED_MODEL_NAME
 from pipeline.harness.base import get_harness
 from pipeline.records import GroupSpec, Outcome, PolicyVersion, RolloutRecord, Trace, Verdict
 from pipeline.sandbox.base import Sandbox, SandboxError, SandboxExit, SandboxSpec
-from pipeline.stages.verification import verify
+from pipeline.stages.verification import WorkspaceTooLarge, remove_tree, snapshot, verify
 from pipeline.tasks.harbor import HarborTask, load_task, prepare_workspace
 
 INSIDE_PORT = 8000
@@ -41,7 +41,7 @@ class Workshop:
     scratch: Path  # node-local
     harness_home: Path
     counters: Counter[str] = field(default_factory=Counter)
-    engine_starts: Callable[[], int] = lambda: 0  # grows when the engine goes down
+    engine_trouble_since: Callable[[float], bool] = lambda moment: False  # monotonic clock
     snapshots: Path | None = None  # keep each workspace here, so that verification can be done again
 
     async def roll_out(self, spec: GroupSpec, index: int, timeout_s: float | None = None) -> RolloutRecord:
@@ -68,16 +68,17 @@ class Workshop:
         self, spec: GroupSpec, task: HarborTask, index: int, timeout_s: float
     ) -> tuple[RolloutRecord, Trace]:
         session = f"sk-yoke-{secrets.token_hex(12)}"
-        started, starts = time.monotonic(), self.engine_starts()
+        started = time.monotonic()
         async with self._directory() as place:
             try:
                 prepare_workspace(task, place / "workspace")
                 done = await self._run_harness(spec, task, session, place, timeout_s)
-                outcome, verdict = await self._judge(done, task, place, self.engine_starts() > starts)
-            except SandboxError as error:
+                outcome, verdict = await self._judge(done, task, place, self.engine_trouble_since(started))
+                self._keep_snapshot(spec, index, place)
+            except (SandboxError, CaptureError, OSError) as error:
                 done = _Done(Trace(session, ()), None)
-                outcome, verdict = Outcome.INFRASTRUCTURE, Verdict(None, None, 0, f"sandbox: {error}")
-            self._keep_snapshot(spec, index, place)
+                reason = f"{type(error).__name__}: {error}"
+                outcome, verdict = Outcome.INFRASTRUCTURE, Verdict(None, None, 0, reason)
         return _record(spec, index, session, done, outcome, verdict, time.monotonic() - started), done.trace
 
     @asynccontextmanager
@@ -87,7 +88,7 @@ class Workshop:
         try:
             yield place
         finally:
-            shutil.rmtree(place, ignore_errors=True)
+            await asyncio.to_thread(remove_tree, place)
 
     async def _run_harness(
         self, spec: GroupSpec, task: HarborTask, session: str, place: Path, timeout_s: float
@@ -112,14 +113,15 @@ class Workshop:
         try:
             assert process.listener is not None
             await self.supervisor.open_session(session, self.harness.sampling, process.listener, SERVED_MODEL_NAME)
-            process.go()
-            exit_ = await process.wait()
+            try:
+                process.go()
+                exit_ = await process.wait()
+            finally:
+                trace = await self.supervisor.close_session(session)
         except BaseException:
             process.kill()
             await process.wait()
             raise
-        finally:
-            trace = await self.supervisor.close_session(session)
         return _Done(trace, exit_, _tail(place / "output"))
 
     async def _judge(self, done: _Done, task: HarborTask, place: Path, outage: bool) -> tuple[Outcome, Verdict]:
@@ -131,14 +133,16 @@ class Workshop:
         if verdict.correctness is None:
             return Outcome.INFRASTRUCTURE, Verdict(None, None, tool_calls, verdict.reason)
         outcome = done.outcome(verdict.correctness)
-        correctness = 0.0 if outcome in (Outcome.AGENT_TIMEOUT, Outcome.AGENT_CRASH) else verdict.correctness
-        return outcome, Verdict(None, correctness, tool_calls, verdict.reason)
+        return outcome, Verdict(None, _credit(outcome, verdict.correctness), tool_calls, verdict.reason)
 
     def _keep_snapshot(self, spec: GroupSpec, index: int, place: Path) -> None:
         if self.snapshots is not None:
             target = self.snapshots / spec.group_id / str(index)
-            shutil.rmtree(target, ignore_errors=True)
-            shutil.copytree(place / "workspace", target, symlinks=True)
+            if target.exists():
+                remove_tree(target)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            with suppress(WorkspaceTooLarge):
+                snapshot(place / "workspace", target)
 
 
 @dataclass(frozen=True)
@@ -173,6 +177,24 @@ class _Done:
         if self.trace.counters.get("over_budget", 0):
             return Outcome.CALL_BUDGET
         return Outcome.SOLVED if correctness >= 1.0 else Outcome.UNSOLVED
+
+
+def _credit(outcome: Outcome, correctness: float) -> float:
+    """Whatever the workspace holds: an agent that ran out of time or broke down has failed."""
+    return 0.0 if outcome in (Outcome.AGENT_TIMEOUT, Outcome.AGENT_CRASH) else correctness
+
+
+def graded_again(record: RolloutRecord, verdict: Verdict) -> RolloutRecord:
+    """``record`` with another verdict of the verifier on the same workspace."""
+    if verdict.correctness is None:
+        return replace(record, verdict=replace(verdict, tool_calls=record.verdict.tool_calls))
+    correctness = _credit(record.outcome, verdict.correctness)
+    outcome = record.outcome
+    if outcome in (Outcome.SOLVED, Outcome.UNSOLVED):
+        outcome = Outcome.SOLVED if correctness >= 1.0 else Outcome.UNSOLVED
+    return replace(
+        record, outcome=outcome, verdict=Verdict(None, correctness, record.verdict.tool_calls, verdict.reason)
+    )
 
 
 def _record(

@@ -5,14 +5,16 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
-from pipeline.config import Config
+from pipeline.config import Config, UserError
 from pipeline.records import TrainGroup
 from pipeline.stages.flow import Ending, FlowState
 from pipeline.training.checkpoint import newest
-from pipeline.training.trainer import Trainer
+from pipeline.training.trainer import STATE_FILE, Trainer
 
 
 def open_trainer(config: Config) -> Trainer:
@@ -23,11 +25,29 @@ def open_trainer(config: Config) -> Trainer:
     )
 
 
+def fresh_state() -> dict[str, Any]:
+    """What stands beside the weights before the first checkpoint."""
+    return {"flow": FlowState().to_json(), "wall_s": {}, "rollouts": 0}
+
+
+def read_flow(checkpoints: Path) -> FlowState:
+    """The flow's state in the newest checkpoint."""
+    checkpoint = newest(checkpoints)
+    state = json.loads((checkpoint / STATE_FILE).read_text())["state"] if checkpoint else fresh_state()
+    return FlowState.from_json(state["flow"])
+
+
 def update_once(config: Config, checkpoints: Path, groups: Sequence[TrainGroup]) -> tuple[dict[str, float], Path]:
-    """Returns the update's metrics and the new checkpoint, in which the groups count as trained."""
+    """Returns the update's metrics and the new checkpoint, in which the groups count as trained.
+
+    Raises UserError when one of them was trained before.
+    """
     trainer = open_trainer(config)
-    state = trainer.load(checkpoints) or {"flow": FlowState().to_json(), "wall_s": {}, "rollouts": 0}
+    state = trainer.load(checkpoints) or fresh_state()
     flow = FlowState.from_json(state["flow"])
+    again = sorted(group.group_id for group in groups if group.group_id in flow.ended)
+    if again:
+        raise UserError(f"{', '.join(again)} ended in an earlier update: no group is trained twice")
     metrics = trainer.update(groups)
     flow.ended |= {group.group_id: [Ending.TRAINED, f"update {flow.update}"] for group in groups}
     flow.update += 1

@@ -14,6 +14,7 @@ import os
 import re
 import shutil
 import stat
+import subprocess
 import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -111,10 +112,14 @@ def snapshot(source: Path, target: Path, max_bytes: int = SNAPSHOT_BYTES, max_fi
 
 
 def remove_tree(path: Path) -> None:
-    """Delete a tree, also one whose directories were left without permissions."""
-    for _ in _walk(path):
-        pass
-    shutil.rmtree(path, ignore_errors=True)
+    """Delete a tree, also one whose directories were left without permissions, or nest deeper than Python's stack."""
+    with contextlib.suppress(OSError):
+        for _ in _walk(path):
+            pass
+    try:
+        shutil.rmtree(path, ignore_errors=True)
+    except RecursionError:
+        subprocess.run(["rm", "-rf", "--", str(path)], check=False, timeout=60)
 
 
 async def _verify_in(place: Path, task: HarborTask, workspace: Path, sandbox: Sandbox) -> Verdict:
@@ -174,14 +179,20 @@ def _number(value: object) -> float | None:
 
 
 def _walk(root: Path) -> Iterator[tuple[Path, int]]:
-    """Everything below ``root`` with its mode, parents first, links not followed; closed directories are opened."""
-    root.chmod(root.stat().st_mode | 0o700)
-    for name in sorted(os.listdir(root)):
-        path = root / name
-        mode = path.lstat().st_mode
-        yield path, mode
-        if stat.S_ISDIR(mode):
-            yield from _walk(path)
+    """Everything below ``root`` with its mode, parents first, links not followed; closed directories are opened.
+
+    Without recursion: an agent may nest directories deeper than Python's stack.
+    """
+    waiting = [root]
+    while waiting:
+        directory = waiting.pop()
+        directory.chmod(directory.stat().st_mode | 0o700)
+        for name in sorted(os.listdir(directory)):
+            path = directory / name
+            mode = path.lstat().st_mode
+            yield path, mode
+            if stat.S_ISDIR(mode):
+                waiting.append(path)
 
 
 def _copy(source: Path, path: Path, mode: int, copy: Path) -> None:

@@ -62,6 +62,11 @@ def assert_refused(done: subprocess.CompletedProcess[str], run_dir: Path, *words
         (["algorithm.loss=magic"], ["magic"]),
         (["algorithm.aggregation=magic"], ["magic"]),
         (["engine.weight_transfer=pigeon"], ["pigeon"]),
+        (["training.zero_stage=5"], ["zero_stage=5"]),
+        (["cluster.name=moon"], ["cluster.name=moon"]),
+        (["mix.harnesses=[pi,pi]"], ["twice"]),
+        (["tasks.test_size=0"], ["test_size"]),
+        (["model.path=no/such/model"], ["no/such/model"]),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else None,
 )
@@ -72,6 +77,23 @@ def test_wrong_settings(run_dir: Path, overrides: list[str], words: list[str]) -
 @pytest.mark.slow
 def test_port_in_use(run_dir: Path, taken_port: int) -> None:
     assert_refused(yoke(run_dir, f"engine.port={taken_port}"), run_dir, str(taken_port))
+
+
+@pytest.mark.slow
+def test_fresh_spares_what_is_not_a_run(tmp_path: Path) -> None:
+    place = tmp_path / "project"
+    place.mkdir()
+    (place / "config.yaml").write_text("mine: true\n")
+    done = yoke(place, "fresh=true")
+    assert done.returncode == 2 and "other things than a run" in done.stderr
+    assert (place / "config.yaml").read_text() == "mine: true\n"
+
+
+@pytest.mark.slow
+def test_run_dir_is_a_file(tmp_path: Path) -> None:
+    (tmp_path / "run").write_text("")
+    done = yoke(tmp_path / "run")
+    assert done.returncode == 2 and "not a directory" in done.stderr and "Traceback" not in done.stderr
 
 
 @pytest.mark.slow

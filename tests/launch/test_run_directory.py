@@ -33,7 +33,9 @@ def test_a_ghost_is_fenced_off(tmp_path: Path) -> None:
 def test_other_settings_are_refused_and_named(tmp_path: Path) -> None:
     config = compose_config([f"run_dir={tmp_path / 'run'}"])
     run = RunDirectory(tmp_path / "run")
-    run.save_config(config)
+    run.save_config(replace(config, seed=7))
+    run.save_config(config)  # nothing was made with the first settings
+    run.new_attempt()
     run.save_config(replace(config, concurrency=9, fresh=True))  # how it runs may change between attempts
     with pytest.raises(UserError, match=r"algorithm\.group_size, seed"):
         run.save_config(replace(config, seed=7, algorithm=replace(config.algorithm, group_size=3)))

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from pipeline.config import AlgorithmConfig
 from pipeline.records import Outcome, PolicyVersion, RolloutRecord, TaskRef, TrainGroup, Verdict
-from pipeline.stages.flow import Ending, FlowState, GroupFlow
+from pipeline.stages.flow import Ending, FlowState, GroupFlow, is_ancestor
 from pipeline.stages.schedule import Schedule
 
 TASKS = [TaskRef(f"t{i}", Path(f"/tasks/t{i}")) for i in range(7)]
@@ -41,7 +41,7 @@ def new_flow(config: AlgorithmConfig | None = None, state: FlowState | None = No
 
 def lease_all(flow: GroupFlow) -> list[str]:
     leased = []
-    while (lease := flow.lease("node0")) is not None:
+    while (lease := flow.lease("node0", flow.version)) is not None:
         leased.append(lease.spec.group_id)
     return leased
 
@@ -60,7 +60,7 @@ def test_credits_bound_outstanding_rollouts() -> None:
     flow = new_flow(algorithm(max_outstanding_rollouts=9))
     assert len(lease_all(flow)) == 2, "two groups of four fit into nine credits"
     flow.admit(group("g000000", flow.version), flow.version)
-    assert flow.lease("node0") is None, "a closed group holds its credit until it is trained"
+    assert flow.lease("node0", flow.version) is None, "a closed group holds its credit until it is trained"
 
 
 def test_no_more_groups_than_the_remaining_updates_need() -> None:
@@ -85,11 +85,11 @@ def test_group_without_contrast_is_replaced_until_refills_are_used_up() -> None:
 
 def test_stale_groups_are_waited_for_then_dropped_whole_and_scheduled_again() -> None:
     flow = new_flow(algorithm(max_staleness=1))
-    slow = flow.lease("node0")
+    slow = flow.lease("node0", flow.version)
     assert slow is not None
     for update in range(2):
         for _ in range(2):
-            lease = flow.lease("node0")
+            lease = flow.lease("node0", flow.version)
             assert lease is not None
             flow.admit(group(lease.spec.group_id, flow.version), flow.version)
         if update == 0:
@@ -102,16 +102,16 @@ def test_stale_groups_are_waited_for_then_dropped_whole_and_scheduled_again() ->
     assert batch is not None and len(batch) == 2
     assert not flow.holds(slow.spec.group_id, slow.lease_id), "its late result will be ignored"
     assert flow.dropped_stale == 1
-    again = flow.lease("node0")
+    again = flow.lease("node0", flow.version)
     assert again is not None and again.spec == slow.spec and again.lease_id != slow.lease_id
 
 
 def test_a_group_that_keeps_failing_is_abandoned_with_the_reason() -> None:
     flow = new_flow(algorithm(max_rerolls=1))
-    lease = flow.lease("node0")
+    lease = flow.lease("node0", flow.version)
     assert lease is not None
     assert flow.fail(lease.spec.group_id, "the engine did not answer") is True
-    again = flow.lease("node0")
+    again = flow.lease("node0", flow.version)
     assert again is not None and again.spec == lease.spec
     assert flow.fail(again.spec.group_id, "the engine did not answer") is False
     assert flow.state.ended[lease.spec.group_id] == [Ending.ABANDONED, "the engine did not answer"]
@@ -119,11 +119,11 @@ def test_a_group_that_keeps_failing_is_abandoned_with_the_reason() -> None:
 
 def test_groups_of_a_lost_engine_are_leased_again() -> None:
     flow = new_flow()
-    first = flow.lease("node0")
-    other = flow.lease("node1")
+    first = flow.lease("node0", flow.version)
+    other = flow.lease("node1", flow.version)
     assert first is not None and other is not None
     flow.release_engine("node0")
-    again = flow.lease("node1")
+    again = flow.lease("node1", flow.version)
     assert again is not None and again.spec == first.spec
     assert flow.holds(other.spec.group_id, other.lease_id)
 
@@ -141,7 +141,7 @@ def test_every_group_ends_exactly_once_whatever_happens(data: st.DataObject) -> 
     for _ in range(4000):
         clock += 1.0
         event = rng.random()
-        lease = flow.lease("node0")
+        lease = flow.lease("node0", flow.version)
         if event < 0.02:  # crash: everything since the checkpoint is forgotten
             attempt += 1
             flow = new_flow(config, FlowState.from_json(_copy(saved)), attempt)
@@ -153,7 +153,8 @@ def test_every_group_ends_exactly_once_whatever_happens(data: st.DataObject) -> 
             chosen = flow.leases[str(rng.choice(sorted(flow.leases)))]
             fate = rng.random()
             if fate < 0.7:
-                version = PolicyVersion(attempt, int(rng.integers(chosen.floor.n, flow.version.n + 1)))
+                oldest = max(0, chosen.floor.n - int(rng.integers(0, 2)))  # kept from an earlier attempt
+                version = PolicyVersion(attempt, int(rng.integers(oldest, flow.version.n + 1)))
                 flow.admit(group(chosen.spec.group_id, version), version)
             elif fate < 0.9:
                 flow.skip(chosen.spec.group_id, "no contrast")
@@ -184,3 +185,25 @@ def _copy(state: dict) -> dict:  # type: ignore[type-arg]
     import json
 
     return json.loads(json.dumps(state))
+
+
+def test_a_ready_group_beyond_the_bound_is_scheduled_again() -> None:
+    flow = new_flow(algorithm(max_staleness=1), FlowState(update=2, version_n=5))
+    old, *_ = lease_all(flow)
+    flow.admit(group(old, PolicyVersion(0, 3)), PolicyVersion(0, 3))
+    flow.take_batch(0.0)
+    assert flow.dropped_stale == 1 and not flow.ready
+    again = flow.lease("node0", flow.version)
+    assert again is not None and again.spec.group_id == old
+
+
+def test_only_ancestors_of_the_present_weights_count() -> None:
+    lineage = [[1, 0], [3, 4]]  # attempt 1 reached 7, attempt 2 came to nothing, attempt 3 went on from 4
+    assert is_ancestor(PolicyVersion(1, 4), lineage) and is_ancestor(PolicyVersion(3, 9), lineage)
+    assert not is_ancestor(PolicyVersion(1, 5), lineage)
+    assert not is_ancestor(PolicyVersion(2, 4), lineage)
+
+
+def test_groups_that_ended_outside_the_loop_are_not_handed_out() -> None:
+    flow = new_flow(state=FlowState(ended={"g000000": ["trained", "update 0"]}))
+    assert lease_all(flow)[0] == "g000001"
