@@ -109,6 +109,7 @@ class RewardConfig:
 
     fn: str = "pipeline.stages.advantage:default_reward"
     malformed_is_call: bool = True
+    malformed_penalty: float = 0.0  # taken off a graded rollout's reward for each malformed call
 
 
 @dataclass

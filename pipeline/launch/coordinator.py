@@ -8,7 +8,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -61,7 +61,7 @@ class Coordinator:
         self._cells: Cells | None = None
         self._stopping = False
         self._changed = threading.Condition()  # re-entrant
-        self._reward = load_reward(config.reward.fn, config.reward.malformed_is_call)
+        self._reward = load_reward(**asdict(config.reward))
         self._event_count = 0
 
     @property

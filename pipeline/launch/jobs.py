@@ -11,7 +11,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from pipeline.config import Config, UserError
@@ -133,7 +133,7 @@ def _task_path(run: RunDirectory, config: Config, task_id: str) -> Path:
 def advantage(config: Config) -> int:
     """Rewards and advantages of the groups of `yoke verify`, or else of every closed group of the run."""
     run = _open(config)
-    reward = advantage_stage.load_reward(config.reward.fn, config.reward.malformed_is_call)
+    reward = advantage_stage.load_reward(**asdict(config.reward))
     sources = (
         _groups(run, "verification", optional=True) or _groups(run, "rollout", optional=True) or _closed_groups(run)
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Collection
+from dataclasses import asdict
 from pathlib import Path
 
 from pipeline.config import Config, UserError
@@ -33,7 +34,7 @@ def check_settings(config: Config, port_is_ours: bool = False) -> None:
     if not port_is_ours:
         reserve_port(config.engine.port).close()
     transfer_kind(config.engine.weight_transfer)
-    load_reward(config.reward.fn, config.reward.malformed_is_call)
+    load_reward(**asdict(config.reward))
     make_sandbox(config.sandbox)
 
 

@@ -29,8 +29,8 @@ def default_reward(outcome: RolloutRecord) -> float | None:
     return correctness * (1.0 + 0.1 * 15.0 / (15.0 + outcome.verdict.tool_calls))
 
 
-def load_reward(fn: str, malformed_is_call: bool = True) -> RewardFunction:
-    """The reward function named ``package.module:function``, guarded.
+def load_reward(fn: str, malformed_is_call: bool = True, malformed_penalty: float = 0.0) -> RewardFunction:
+    """The reward function named ``package.module:function``, guarded, less ``malformed_penalty`` for each malformed call.
 
     What comes back gives None for an ungraded rollout without asking the user's function, shows it malformed calls as
     tool calls if ``malformed_is_call`` (else a broken call would be the cheapest one), and refuses answers that are not
@@ -42,7 +42,8 @@ def load_reward(fn: str, malformed_is_call: bool = True) -> RewardFunction:
     def reward(outcome: RolloutRecord) -> float | None:
         if outcome.outcome is Outcome.INFRASTRUCTURE or outcome.verdict.correctness is None:
             return None
-        return _checked(fn, function(_as_seen(outcome, malformed_is_call)))
+        value = _checked(fn, function(_as_seen(outcome, malformed_is_call)))
+        return None if value is None else value - malformed_penalty * outcome.malformed
 
     return reward
 
