@@ -30,7 +30,7 @@ def default_reward(outcome: RolloutRecord) -> float | None:
 
 
 def load_reward(fn: str, malformed_is_call: bool = True, malformed_penalty: float = 0.0) -> RewardFunction:
-    """The reward function named ``package.module:function``, guarded, less ``malformed_penalty`` for each malformed call.
+    """The reward function named ``package.module:function``, guarded, less the penalty for each malformed call.
 
     What comes back gives None for an ungraded rollout without asking the user's function, shows it malformed calls as
     tool calls if ``malformed_is_call`` (else a broken call would be the cheapest one), and refuses answers that are not

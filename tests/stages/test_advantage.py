@@ -78,6 +78,11 @@ def user_module() -> Iterator[Callable[[Callable[[RolloutRecord], object]], str]
     ("correctness", "calls", "expected"),
     [(1.0, 0, 1.1), (1.0, 15, 1.05), (1.0, 135, 1.01), (0.0, 0, 0.0), (0.5, 15, 0.525), (None, 3, None)],
 )
+def test_default_reward_by_hand(correctness: float | None, calls: int, expected: float | None) -> None:
+    reward = default_reward(rollout(correctness=correctness, tool_calls=calls))
+    assert reward == (None if expected is None else pytest.approx(expected))
+
+
 def test_malformed_calls_cost_their_penalty() -> None:
     clean, broken = rollout(), replace(rollout(), malformed=2)
     reward = load_reward(DEFAULT, malformed_is_call=False, malformed_penalty=0.25)
@@ -85,11 +90,6 @@ def test_malformed_calls_cost_their_penalty() -> None:
     assert plain is not None and less == pytest.approx(plain - 0.5)
     ungraded = replace(broken, verdict=replace(broken.verdict, correctness=None))
     assert reward(ungraded) is None
-
-
-def test_default_reward_by_hand(correctness: float | None, calls: int, expected: float | None) -> None:
-    reward = default_reward(rollout(correctness=correctness, tool_calls=calls))
-    assert reward == (None if expected is None else pytest.approx(expected))
 
 
 def test_malformed_calls_count_as_calls_only_if_asked() -> None:
