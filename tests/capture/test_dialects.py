@@ -8,7 +8,7 @@ from typing import Any
 import anthropic
 import openai
 import pytest
-from conftest import BASH, Harness, Proxies
+from proxy_helpers import BASH, Harness, Proxies
 from scripted_engine import Scripted, call_text, render
 
 from pipeline.capture.dialects.anthropic import Anthropic

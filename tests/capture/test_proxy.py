@@ -7,7 +7,6 @@ import gzip
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -17,7 +16,7 @@ import httpx
 import numpy as np
 import pytest
 import zstandard
-from conftest import BASH, Proxies, events, eventually
+from proxy_helpers import BASH, Proxies, deaf_client, events, eventually
 from scripted_engine import END, WINDOW, Scripted, call_text, logprob, render
 
 from pipeline.capture import supervisor as supervisor_module
@@ -26,17 +25,6 @@ from pipeline.capture.supervisor import CaptureError
 from pipeline.records import PolicyVersion
 
 USER = [{"role": "user", "content": "hello"}]
-
-
-def _deaf_client(port: int, body: dict[str, object]) -> socket.socket:
-    """A client that sends a request and never reads."""
-    client = socket.socket()
-    client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
-    client.connect(("127.0.0.1", port))
-    data = json.dumps(body).encode()
-    head = f"POST /chat/completions HTTP/1.1\r\nauthorization: Bearer k\r\ncontent-length: {len(data)}\r\n\r\n"
-    client.sendall(head.encode() + data)
-    return client
 
 
 async def _status_of_a_huge_body(port: int) -> int:
@@ -199,7 +187,7 @@ def test_a_retry_of_an_undelivered_answer_gets_it(proxies: Proxies, shard_dies: 
     async def run() -> None:
         async with proxies.run() as proxy, proxy.session("k", send_buffer=4096, max_tokens=10**5) as harness:
             proxy.engine.script += [Scripted("a" * 90_000), Scripted("another")]
-            deaf = _deaf_client(harness.http.base_url.port, {"messages": USER})
+            deaf = deaf_client(harness.http.base_url.port, {"messages": USER})
             journal = proxies.directory / "shard-0.journal"
             await eventually(lambda: journal.stat().st_size > 810_000, "the journalled answer")
             await asyncio.sleep(0.2)
@@ -221,7 +209,7 @@ def test_an_answer_that_nobody_read_is_not_trained(proxies: Proxies) -> None:
     async def run() -> None:
         async with proxies.run() as proxy, proxy.session("k", send_buffer=4096, max_tokens=10**5) as harness:
             proxy.engine.script.append(Scripted("a" * 90_000))
-            deaf = _deaf_client(harness.http.base_url.port, {"messages": USER})
+            deaf = deaf_client(harness.http.base_url.port, {"messages": USER})
             journal = proxies.directory / "shard-0.journal"
             await eventually(lambda: journal.stat().st_size > 810_000, "the journalled answer")
             deaf.close()

@@ -12,7 +12,7 @@ import httpx
 import openai
 import pytest
 import uvicorn
-from conftest import eventually
+from proxy_helpers import eventually
 from scripted_engine import FakeEngine, Scripted
 
 from pipeline.capture import app as app_module

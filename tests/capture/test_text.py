@@ -13,11 +13,10 @@ from typing import Any
 
 import httpx
 import pytest
-from conftest import BASH, Proxies, eventually
 from hypothesis import given
 from hypothesis import strategies as st
+from proxy_helpers import BASH, Proxies, deaf_client, eventually
 from scripted_engine import FakeEngine
-from test_proxy import _deaf_client
 
 from pipeline.capture.dialects.base import Answer
 from pipeline.capture.rows import rows
@@ -215,7 +214,7 @@ def test_an_undelivered_answer_and_the_transcript_outlive_a_shard(proxies: Proxi
             first = await harness.message(USER)
             history = [*USER, first, {"role": "user", "content": "go on"}]
             upstream.says.append({"role": "assistant", "content": "a" * 900_000})
-            deaf = _deaf_client(harness.http.base_url.port, {"messages": history})
+            deaf = deaf_client(harness.http.base_url.port, {"messages": history})
             journal = proxies.directory / "shard-0.journal"
             await eventually(lambda: journal.stat().st_size > 900_000, "the journalled answer")
             os.kill(proxy.pids()[0], signal.SIGKILL)
