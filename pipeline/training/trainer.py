@@ -324,6 +324,8 @@ def make_engine(policy: PolicyModel, training: TrainingConfig) -> Any:
         "bf16": {"enabled": torch.cuda.is_available()},
         "steps_per_print": 10**12,
     }
+    # An operator for inference on several CPUs, compiled at the first start: unused here, and it needs a compiler.
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     with quiet_deepspeed():
         engine, *_ = deepspeed.initialize(model=policy, optimizer=optimizer, config=config)
     return engine

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -204,3 +206,21 @@ def test_wrong_settings_are_refused(models: dict[str, Path], wrong: dict) -> Non
 def test_a_model_that_is_none_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"model\.path"):
         make(tmp_path)
+
+
+@pytest.mark.slow
+def test_no_compiler_is_needed(tmp_path: Path) -> None:
+    """DeepSpeed compiles operators when it thinks that they are wanted; a fresh machine has neither gcc nor ninja."""
+    code = (
+        "from pipeline.cli import compose_config; from pipeline.stages.update import open_trainer;"
+        "open_trainer(compose_config(['+experiment=quickstart']))"
+    )
+    root = str(Path(__file__).parents[2])
+    environment = {
+        "HOME": str(tmp_path),
+        "PATH": str(tmp_path),
+        "PYTHONPATH": root,
+        "TORCH_EXTENSIONS_DIR": str(tmp_path),
+    }
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr[-2000:]
