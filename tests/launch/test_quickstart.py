@@ -15,8 +15,8 @@ from run_helpers import ENVIRONMENT, endings, start
 
 SETTINGS = [
     "+experiment=quickstart",
-    "algorithm.updates=8",
-    "tasks.train_size=48",
+    "algorithm.updates=5",
+    "tasks.train_size=36",
     "tasks.test_size=75",
     "evaluation.rollouts_per_task=1",
 ]
@@ -64,8 +64,8 @@ def test_it_learns(results: dict[str, Any], metrics: list[dict[str, float]]) -> 
 
 
 def test_the_report_is_whole(results: dict[str, Any], run_dir: Path) -> None:
-    assert results["updates"] == 8 and results["seed"] == 0 and results["provisional"] is False
-    assert results["rollouts"] >= 8 * 6 * 8
+    assert results["updates"] == 5 and results["seed"] == 0 and results["provisional"] is False
+    assert results["rollouts"] >= 5 * 6 * 8
     for side in ("before", "after"):
         assert results[side]["n"] == 75
         assert results[side]["harnesses"]["pi"]["n"] == 75
@@ -86,7 +86,7 @@ def test_trainer_and_engine_agree_on_fresh_tokens(metrics: list[dict[str, float]
 
 def test_every_group_ended_and_rows_are_whole(run_dir: Path) -> None:
     ended = endings(run_dir)
-    assert ended["trained"] >= 8 * 6 - ended["skipped"] and ended["abandoned"] == 0
+    assert ended["trained"] >= 5 * 6 - ended["skipped"] and ended["abandoned"] == 0
     for path in run_dir.glob("attempts/*/groups/*.parquet"):
         for record in pq.read_table(path).to_pylist():
             trained = sum(sum(row["loss_mask"]) for row in record["rows"])

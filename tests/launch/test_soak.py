@@ -46,7 +46,7 @@ def test_a_run_under_constant_fire_ends(tmp_path: Path) -> None:
     try:
         while time.monotonic() < deadline and updates_done(run_dir) < 8:
             time.sleep(rng.uniform(0.5, 1.5) * KILL_EVERY_S)
-            part = rng.choice(PARTS)
+            part = rng.choice([*PARTS, "engine"])
             if part == "launcher":
                 launcher.send_signal(signal.SIGKILL)
                 launcher.wait()
