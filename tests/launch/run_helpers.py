@@ -56,13 +56,8 @@ def _descends(pid: int, ancestors: set[int], parents: dict[int, int]) -> bool:
 def find(run_dir: Path, what: str) -> int | None:
     """The pid of the trainer or engine rank, the vLLM server, a shard or a sandbox."""
     for pid, command, environment in processes(run_dir):
-        if (
-            what == "trainer"
-            and "submitit.core._submit" in command
-            and environment.get("SUBMITIT_LOCAL_GLOBALID") == "0"
-        ):
-            return pid
-        if what == "engine" and "submitit.core._submit" in command and rank == "1":
+        rank = {"0": "trainer", "1": "engine"}.get(environment.get("SUBMITIT_LOCAL_GLOBALID", ""))
+        if what == rank and "submitit.core._submit" in command:
             return pid
         if what == "vllm" and "vllm.entrypoints" in command and "pipeline.engine.guard" not in command:
             return pid
