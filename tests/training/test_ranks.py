@@ -72,7 +72,7 @@ def train(script: Path, out: Path, stage: int, ranks: int, resume: bool = False)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("stage", [1, pytest.param(2, marks=pytest.mark.soak), pytest.param(3, marks=pytest.mark.soak)])
 def test_two_ranks_equal_one(script: Path, tmp_path: Path, stage: int) -> None:
     for ranks in (1, 2):
         done = train(script, tmp_path / str(ranks), stage, ranks)
@@ -87,7 +87,7 @@ def test_two_ranks_equal_one(script: Path, tmp_path: Path, stage: int) -> None:
     assert metrics[1]["batch/forwards_per_step"] < metrics[0]["batch/forwards_per_step"]
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_two_ranks_resume_bit_equal_and_one_rank_is_refused(script: Path, tmp_path: Path) -> None:
     assert train(script, tmp_path, 2, 2).returncode == 0
     done = train(script, tmp_path, 2, 2, resume=True)
