@@ -20,6 +20,7 @@ SETTINGS = [
     "tasks.test_size=75",
     "evaluation.rollouts_per_task=1",
 ]
+FEW = ["tasks.train_size=8", "tasks.test_size=8"]
 FLOOR = 0.5  # mean reward of the last two updates
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(700)]
@@ -102,19 +103,19 @@ def test_the_same_command_says_that_it_is_done(run_dir: Path) -> None:
 
 def test_stages_alone(run_dir: Path, tmp_path: Path) -> None:
     alone = tmp_path / "alone"
-    assert "2 groups" in yoke("rollout", alone, "stage.groups=2")
+    assert "2 groups" in yoke("rollout", alone, *FEW, "stage.groups=2")
     kept = list((alone / "stages" / "workspaces").glob("*/*/answer.txt"))
     assert kept, "workspaces are kept"
     before = solved(alone, "rollout")
-    assert yoke("verify", alone).count("solved") == 2
+    assert yoke("verify", alone, *FEW).count("solved") == 2
     assert solved(alone, "verification") == before, "the same workspaces score the same"
     kept[0].write_text("spoilt\n")
-    yoke("verify", alone)
+    yoke("verify", alone, *FEW)
     spoilt = solved(alone, "verification")
     assert sum(before) - sum(spoilt) in (0.0, 1.0), "verification looks at the workspace, not at an old verdict"
-    assert "advantages" in yoke("advantage", alone)
-    assert "checkpoint" in yoke("update", alone)
-    assert "update-000001" in yoke("evaluate", alone, "tasks.test_size=75", "stage.label=update-000001")
+    assert "advantages" in yoke("advantage", alone, *FEW)
+    assert "checkpoint" in yoke("update", alone, *FEW)
+    assert "update-000001" in yoke("evaluate", alone, *FEW, "stage.label=update-000001")
 
 
 def solved(run_dir: Path, stage: str) -> list[float]:
