@@ -39,7 +39,6 @@ class Progress:
 
     records: list[RolloutRecord] = field(default_factory=list)
     rollouts: int = 0
-    sampled_tokens: int = 0
 
 
 class Coordinator:
@@ -182,7 +181,6 @@ class Coordinator:
         for record in records:
             passed = record.outcome is Outcome.SOLVED
             self.emit("rollout", harness=record.harness, reward=record.verdict.reward, passed=passed)
-        self.progress.sampled_tokens += sum(record.sampled_tokens for record in records)
 
     def _note(self, group_id: str, what: str, reason: str) -> None:
         append_jsonl(self.attempt.ledger, {"t": time.time(), "group": group_id, "what": what, "reason": reason})

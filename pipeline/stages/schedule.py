@@ -27,9 +27,6 @@ class Schedule:
         harness = self.harnesses[(task_number + pass_index) % len(self.harnesses)]
         return GroupSpec(f"g{index:06d}", self.tasks[task_number], harness, pass_index, self.group_size)
 
-    def index_of(self, group_id: str) -> int:
-        return int(group_id.removeprefix("g"))
-
     def _order(self, pass_index: int) -> list[int]:
         order = list(range(len(self.tasks)))
         random.Random(f"{self.seed}/{pass_index}").shuffle(order)
