@@ -5,10 +5,12 @@ from __future__ import annotations
 import pytest
 
 
-@pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_itemcollected(item: pytest.Item) -> None:
     """A file's tests share its fixtures (a vLLM, a finished run); whole runs would starve each other of two cores."""
-    for item in items:
-        whole_run = item.path.parent.name == "launch"
-        item.add_marker(pytest.mark.xdist_group("launch" if whole_run else item.path.stem))
-    items.sort(key=lambda item: item.path.parent.name != "launch")  # the longest first
+    whole_run = item.path.parent.name == "launch"
+    item.add_marker(pytest.mark.xdist_group("launch" if whole_run else item.path.stem))
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The longest first."""
+    items.sort(key=lambda item: item.path.parent.name != "launch")
