@@ -15,7 +15,7 @@ quickstart: harnesses  ## install everything, then train and evaluate a small mo
 	$(BIN)/yoke train +experiment=quickstart $(FRESH)
 
 test: harnesses  ## install everything, then run the tests (ARGS="-k word" chooses)
-	$(BIN)/python -m pytest -m "not soak" -n 2 --dist loadgroup --durations 15 $(ARGS)
+	$(BIN)/python -m pytest -m "not soak" -n 2 --dist loadfile --no-loadscope-reorder --durations 15 $(ARGS)
 
 install:  ## make or repair the environment in VENV (default .venv)
 	@python3 tools/install.py --venv $(VENV)

@@ -219,7 +219,10 @@ def test_commands_in_the_readme_and_in_ci_exist() -> None:
     [
         (["quickstart"], "yoke train +experiment=quickstart"),
         (["quickstart", "FRESH=1"], "yoke train +experiment=quickstart fresh=true"),
-        (["test", "ARGS=-k word"], '-m pytest -m "not soak" -n 2 --dist loadgroup --durations 15 -k word'),
+        (
+            ["test", "ARGS=-k word"],
+            '-m pytest -m "not soak" -n 2 --dist loadfile --no-loadscope-reorder --durations 15 -k word',
+        ),
     ],
 )
 def test_make_runs(arguments: list[str], command: str) -> None:
