@@ -23,14 +23,13 @@ from pipeline.records import Outcome, RolloutRecord
 from pipeline.report.store import read_group, write_group, write_json
 from pipeline.sandbox.base import make_sandbox
 from pipeline.stages import advantage as advantage_stage
-from pipeline.stages.evaluation import Cells, evaluation_specs, is_graded
+from pipeline.stages.evaluation import INCOMPLETE, Cells, evaluation_specs, is_graded
 from pipeline.stages.gates import check_tasks
 from pipeline.stages.rollout import graded_again
 from pipeline.stages.schedule import Schedule
 from pipeline.stages.verification import verify as verify_workspace
 from pipeline.tasks.harbor import load_task
 
-INCOMPLETE = 3
 RESERVED = ("before", "after")  # labels of the evaluations that training makes
 
 

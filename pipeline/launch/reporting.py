@@ -20,8 +20,7 @@ from pipeline.report.plot import learning_curve
 from pipeline.report.results import Meta, build_results, write_results
 from pipeline.report.store import read_group, write_text
 from pipeline.report.table import markdown_table, print_results
-
-INCOMPLETE = 3
+from pipeline.stages.evaluation import INCOMPLETE
 
 
 def report_run(config: Config, run: RunDirectory) -> int:

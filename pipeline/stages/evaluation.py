@@ -16,6 +16,8 @@ from typing import Any
 from pipeline.records import GroupSpec, RolloutRecord, TaskRef
 from pipeline.report.store import read_group
 
+INCOMPLETE = 3  # exit code of a job whose evaluation still lacks grades
+
 
 @dataclass(frozen=True)
 class Coverage:
