@@ -94,6 +94,7 @@ class GroupFlow:
         self.skipped_since_update = 0
         self.dropped_stale = 0
         self._lease_count = 0
+        self._updating = False  # a batch was taken whose update is not done
         self._stale_since: float | None = None
 
     def _unfinished(self) -> list[GroupSpec]:
@@ -113,7 +114,8 @@ class GroupFlow:
         None while no credit is left or the remaining updates need no more groups.
         """
         algorithm = self.algorithm
-        wanted = (algorithm.updates - self.state.update) * algorithm.groups_per_update
+        updates_left = algorithm.updates - self.state.update - self._updating
+        wanted = updates_left * algorithm.groups_per_update
         if len(self.leases) + len(self.ready) >= wanted:
             return None
         if self.outstanding_rollouts + algorithm.group_size > algorithm.max_outstanding_rollouts:
@@ -193,6 +195,7 @@ class GroupFlow:
         for lease in expiring:
             self.dropped_stale += 1
             self._give_back(lease)
+        self._updating = True
         return self._pick()
 
     def _drop_too_old(self) -> None:
@@ -233,6 +236,7 @@ class GroupFlow:
         """
         for ready in batch:
             self.state.ended[ready.group.group_id] = [Ending.TRAINED, f"update {self.state.update}"]
+        self._updating = False
         self.state.update += 1
         self.state.version_n += 1
         self.skipped_since_update = 0

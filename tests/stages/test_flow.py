@@ -68,6 +68,14 @@ def test_no_more_groups_than_the_remaining_updates_need() -> None:
     assert len(lease_all(flow)) == 2
 
 
+def test_no_group_is_handed_out_while_the_last_update_is_made() -> None:
+    flow = new_flow(algorithm(updates=1))
+    for group_id in lease_all(flow):
+        flow.admit(group(group_id, flow.version), flow.version)
+    assert flow.take_batch(0.0) is not None
+    assert flow.lease("node0", flow.version) is None, "it could only be abandoned"
+
+
 def test_group_without_contrast_is_replaced_until_refills_are_used_up() -> None:
     flow = new_flow(algorithm(refill_factor=1.0))
     for _ in range(2):
