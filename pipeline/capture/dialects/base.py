@@ -1,6 +1,7 @@
 """What a dialect supplies to the one-turn pipeline, and the canonical request and answer that the pipeline works on.
 
-Canonical means OpenAI Chat Completions messages and tools: what the engine's render endpoint takes.
+Canonical means OpenAI Chat Completions messages and tools: what the engine's render endpoint takes. ``Dialect.parse``
+owns the way from bytes to request: field table, history, tools, memo; a dialect fills in the hooks.
 """
 
 from __future__ import annotations
@@ -12,8 +13,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
+from urllib.parse import parse_qs
 
 import msgspec
+import xxhash
+from msgspec import Raw
+
+from pipeline.capture.canonical import Atom, ChatMessage, Item, Memo, ToolSet, assemble, atoms_of
 
 
 class Fault(enum.StrEnum):
@@ -22,10 +28,16 @@ class Fault(enum.StrEnum):
     INVALID = "invalid"
     UNAUTHORIZED = "unauthorized"
     NOT_FOUND = "not_found"
+    METHOD = "method"
+    SLOW_REQUEST = "slow_request"
     TOO_LARGE = "too_large"
+    MISDIRECTED = "misdirected"
     CONTEXT = "context"
     BUDGET = "budget"
+    RATE_LIMITED = "rate_limited"
+    OVERLOADED = "overloaded"
     UNAVAILABLE = "unavailable"
+    TIMEOUT = "timeout"
     INTERNAL = "internal"
 
 
@@ -33,12 +45,26 @@ STATUS = {
     Fault.INVALID: 400,
     Fault.UNAUTHORIZED: 401,
     Fault.NOT_FOUND: 404,
+    Fault.METHOD: 405,
+    Fault.SLOW_REQUEST: 408,
     Fault.TOO_LARGE: 413,
+    Fault.MISDIRECTED: 421,
     Fault.CONTEXT: 400,
     Fault.BUDGET: 400,
+    Fault.RATE_LIMITED: 429,
+    Fault.OVERLOADED: 503,
     Fault.UNAVAILABLE: 503,
+    Fault.TIMEOUT: 504,
     Fault.INTERNAL: 500,
 }
+
+# A header that only sub-agents send -> the header that names the sub-agent.
+AGENT_HEADERS = (
+    ("x-claude-code-agent-id", "x-claude-code-agent-id"),
+    ("x-openai-subagent", "thread-id"),
+    ("x-codex-parent-thread-id", "thread-id"),
+    ("x-parent-session-id", "x-session-id"),
+)
 
 
 class ApiError(Exception):
@@ -50,25 +76,78 @@ class ApiError(Exception):
         self.message = message
         self.retry_after = retry_after
 
-    @property
-    def status(self) -> int:
-        """The HTTP status."""
-        return STATUS[self.fault]
+
+class Use(enum.StrEnum):
+    """What becomes of a request field."""
+
+    HONOURED = "honoured"
+    OVERRIDDEN = "overridden"  # recorded as the harness's wish; the session's policy decides
+    DROPPED = "dropped"  # has no meaning here; counted
+    REJECTED = "rejected"  # the answer would not be what was asked for
 
 
 @dataclass(frozen=True)
-class ChatRequest:
-    """One request in canonical form. Sampling wishes other than ``max_tokens`` are not obeyed, so they are not kept."""
+class Rule:
+    """One row of a dialect's field table. ``kind`` is the JSON type (None is always allowed and means absent).
 
-    messages: list[dict[str, Any]]
+    A REJECTED field is harmless when its value is among ``harmless``.
+    """
+
+    use: Use
+    kind: Any = Any
+    harmless: tuple[Any, ...] = ()
+
+
+def honoured(kind: Any = Any) -> Rule:
+    """A field that shapes the answer as its API says."""
+    return Rule(Use.HONOURED, kind)
+
+
+OVERRIDDEN = Rule(Use.OVERRIDDEN)
+DROPPED = Rule(Use.DROPPED)
+
+
+def rejected(*harmless: Any) -> Rule:
+    """A field that is refused unless its value is harmless."""
+    return Rule(Use.REJECTED, Any, harmless)
+
+
+@dataclass
+class Fields:
+    """A request's top-level fields after the field table was applied."""
+
+    values: dict[str, Any]  # honoured fields that are present; those of kind Raw are still JSON text
+    wishes: dict[str, Any]
+    dropped: list[str]
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """An honoured field."""
+        return self.values.get(name, default)
+
+
+@dataclass
+class ChatRequest:
+    """One request in canonical form. The history stays wire text until somebody needs it."""
+
+    dialect: Dialect
+    items: list[Item]
+    atoms: list[tuple[Atom, ...]]
     model: str
-    tools: list[dict[str, Any]] | None = None
-    tool_choice: Any = None  # None, "auto", "none", "required" or a named function
+    tools: ToolSet | None = None
+    tool_choice: Any = None  # None, "auto", "none", "required" or {"type": "function", "function": {"name"}}
     response_format: dict[str, Any] | None = None
     parallel_tool_calls: bool = True
     max_tokens: int | None = None
     stream: bool = False
     include_usage: bool = False
+    wishes: dict[str, Any] = field(default_factory=dict)  # sampling that was asked for and is not obeyed
+    dropped: tuple[str, ...] = ()  # fields and tools without effect
+    extra: dict[str, Any] = field(default_factory=dict)  # what only the dialect itself needs for its answer
+    agent: str = ""  # the sub-agent's name, where a header tells it
+
+    def messages(self, start: int = 0) -> list[ChatMessage]:
+        """The canonical history from item ``start`` on."""
+        return assemble(message for item in self.items[start:] for message in self.dialect.decoded(item))
 
     @property
     def forced(self) -> bool:
@@ -131,21 +210,118 @@ def route(method: str, pattern: str, action: Action, open: bool = False) -> Rout
     return Route(method, re.compile(pattern), action, open)
 
 
+def api_key(headers: Mapping[str, str], query: str = "") -> str:
+    """The caller's key from any of its four places; "" when there is none."""
+    scheme, _, token = headers.get("authorization", "").partition(" ")
+    bearer = token.strip() if scheme.lower() == "bearer" else ""
+    named = headers.get("x-api-key") or headers.get("x-goog-api-key") or bearer
+    return named or (parse_qs(query).get("key") or [""])[0]
+
+
+def agent_of(headers: Mapping[str, str]) -> str:
+    """The name of the sub-agent that asks; "" for the main agent and where no header tells."""
+    for marker, name in AGENT_HEADERS:
+        if marker in headers:
+            return headers.get(name) or headers[marker]
+    return ""
+
+
 class Dialect(ABC):
     """The hooks of one model API. A dialect holds no state; the turn belongs to ``capture.turn``."""
 
     name: ClassVar[str]
     routes: ClassVar[tuple[Route, ...]]
-    ping: ClassVar[bytes] = b": ping\n\n"  # keeps a started stream alive
+    fields: ClassVar[Mapping[str, Rule]]  # every request field of the API
+    statuses: ClassVar[Mapping[Fault, int]] = {}  # where the API differs from STATUS
+    ping: ClassVar[bytes] = b": ping\n\n"  # keeps a started stream alive; b"" where the client cannot take one
+    _lists: ClassVar[msgspec.json.Decoder[list[Raw]]] = msgspec.json.Decoder(list[Raw])
+    _objects: ClassVar[msgspec.json.Decoder[dict[str, Raw]]] = msgspec.json.Decoder(dict[str, Raw])
 
-    def key(self, headers: Mapping[str, str]) -> str:
-        """The caller's key; "" when there is none."""
-        scheme, _, token = headers.get("authorization", "").partition(" ")
-        return token.strip() if scheme.lower() == "bearer" else ""
+    def parse(self, body: bytes, memo: Memo, path: str = "", query: str = "") -> ChatRequest:
+        """The canonical request. Raises ApiError(INVALID)."""
+        given = self.sift(body)
+        items = self.items(given)
+        require(items, "the request holds no message")
+        tools = self._tool_set(given, memo)
+        request = self.request(given, path, query)
+        request.items, request.atoms = items, [self._atoms(item, memo) for item in items]
+        request.tools, request.wishes = tools, given.wishes
+        request.dropped = (*given.dropped, *(tools.dropped if tools else ()))
+        if tools is not None and not tools.functions:
+            request.tools = None
+        return request
+
+    def sift(self, body: bytes) -> Fields:
+        """The fields of a body, by the table. Raises ApiError(INVALID)."""
+        try:
+            raw = self._objects.decode(body)
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            raise ApiError(Fault.INVALID, f"the body is no valid JSON object: {error}") from error
+        given = Fields({}, {}, [])
+        for name, value in raw.items():
+            if value != b"null":
+                self._place(given, name, value)
+        return given
+
+    def _place(self, given: Fields, name: str, value: Raw) -> None:
+        rule = self.fields.get(name, DROPPED)
+        if rule.use is Use.DROPPED:
+            given.dropped.append(name if name in self.fields else "unknown")
+        elif rule.use is Use.HONOURED:
+            given.values[name] = value if rule.kind is Raw else _decoded(name, value, rule.kind)
+        elif rule.use is Use.OVERRIDDEN:
+            given.wishes[name] = _decoded(name, value, Any)
+        else:
+            require(_decoded(name, value, Any) in rule.harmless, f"{name}: not supported")
+
+    def _tool_set(self, given: Fields, memo: Memo) -> ToolSet | None:
+        wire = given.get("tools")
+        if wire is None:
+            return None
+        key = xxhash.xxh3_128_intdigest(wire)
+        known = memo.tools.get(key)
+        if known is None:
+            tools = _decoded("tools", wire, list[dict[str, Any]])
+            known = memo.tools[key] = self.tool_set(tools)
+        return known
+
+    def _atoms(self, item: Item, memo: Memo) -> tuple[Atom, ...]:
+        key = xxhash.xxh3_128_intdigest(item.raw) ^ (item.kind == "system")
+        known = memo.atoms.get(key)
+        if known is None:
+            known = memo.atoms[key] = atoms_of(self.decoded(item))
+        return known
+
+    def decoded(self, item: Item) -> list[ChatMessage]:
+        """One wire item as canonical messages. Raises ApiError(INVALID)."""
+        return self.messages(item.kind, _decoded("messages", item.raw, Any))
+
+    def split(self, name: str, value: Raw | bytes) -> list[Item]:
+        """The items of a JSON list, still as text. Raises ApiError(INVALID)."""
+        try:
+            return [Item("", bytes(raw)) for raw in self._lists.decode(value)]
+        except msgspec.DecodeError as error:
+            raise ApiError(Fault.INVALID, f"{name}: must be a list: {error}") from error
 
     @abstractmethod
-    def parse(self, body: dict[str, Any]) -> ChatRequest:
-        """The canonical request. Raises ApiError(INVALID)."""
+    def items(self, given: Fields) -> list[Item]:
+        """The wire items of the history in order, instructions that stand elsewhere (kind "system") first."""
+
+    @abstractmethod
+    def messages(self, kind: str, item: Any) -> list[ChatMessage]:
+        """The canonical messages of one decoded wire item, whatever stands beside it. Raises ApiError(INVALID).
+
+        Assistant items that belong to one turn are joined later; a call or result without an id has id "" (a result
+        then carries ``name``).
+        """
+
+    @abstractmethod
+    def tool_set(self, tools: list[dict[str, Any]]) -> ToolSet:
+        """The wire tools as canonical functions. Raises ApiError(INVALID)."""
+
+    @abstractmethod
+    def request(self, given: Fields, path: str, query: str) -> ChatRequest:
+        """Everything but history, tools, wishes and dropped fields (leave ``items`` and ``atoms`` empty)."""
 
     @abstractmethod
     def answer(self, request: ChatRequest, answer: Answer) -> dict[str, Any]:
@@ -163,6 +339,10 @@ class Dialect(ABC):
     def stream_error(self, error: ApiError) -> bytes:
         """The event that ends a stream whose headers are already out."""
 
+    def status(self, error: ApiError) -> int:
+        """The HTTP status of an error."""
+        return self.statuses.get(error.fault) or STATUS[error.fault]
+
     def token_count(self, count: int) -> dict[str, Any]:
         """The body that answers a request to count tokens."""
         return {"input_tokens": count}
@@ -170,6 +350,13 @@ class Dialect(ABC):
     def models(self, model: str) -> dict[str, Any]:
         """The body of a model list."""
         return {"object": "list", "data": [{"id": model, "object": "model", "created": 0, "owned_by": "yoke"}]}
+
+
+def _decoded(name: str, value: Raw | bytes, kind: Any) -> Any:
+    try:
+        return msgspec.json.decode(value, type=kind)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise ApiError(Fault.INVALID, f"{name}: {error}") from error
 
 
 def require(condition: object, message: str) -> None:

@@ -4,14 +4,22 @@ from __future__ import annotations
 
 from typing import Any
 
+from msgspec import Raw
+
+from pipeline.capture.canonical import ChatMessage, Item, ToolSet
 from pipeline.capture.dialects.base import (
+    DROPPED,
+    OVERRIDDEN,
     Action,
     Answer,
     ApiError,
     ChatRequest,
     Dialect,
     Fault,
+    Fields,
+    honoured,
     positive,
+    rejected,
     require,
     route,
     sse,
@@ -21,40 +29,93 @@ ERRORS = {  # fault -> (type, code, param)
     Fault.INVALID: ("invalid_request_error", None, None),
     Fault.UNAUTHORIZED: ("invalid_request_error", "invalid_api_key", None),
     Fault.NOT_FOUND: ("invalid_request_error", "not_found", None),
+    Fault.METHOD: ("invalid_request_error", "method_not_supported", None),
+    Fault.SLOW_REQUEST: ("invalid_request_error", "request_timeout", None),
     Fault.TOO_LARGE: ("invalid_request_error", "request_too_large", None),
+    Fault.MISDIRECTED: ("invalid_request_error", "misdirected_request", None),
     Fault.CONTEXT: ("invalid_request_error", "context_length_exceeded", "messages"),
-    Fault.BUDGET: ("invalid_request_error", "call_budget_exceeded", None),
+    Fault.BUDGET: ("invalid_request_error", "budget_exceeded", None),
+    Fault.RATE_LIMITED: ("rate_limit_error", "rate_limit_exceeded", None),
+    Fault.OVERLOADED: ("server_error", "overloaded", None),
     Fault.UNAVAILABLE: ("server_error", "service_unavailable", None),
+    Fault.TIMEOUT: ("server_error", "timeout", None),
     Fault.INTERNAL: ("server_error", "internal_error", None),
 }
+FIELDS = {
+    "model": honoured(str),
+    "messages": honoured(Raw),
+    "tools": honoured(Raw),
+    "tool_choice": honoured(),
+    "parallel_tool_calls": honoured(bool),
+    "response_format": honoured(dict[str, Any]),
+    "max_tokens": honoured(),
+    "max_completion_tokens": honoured(),
+    "stream": honoured(bool),
+    "stream_options": honoured(dict[str, Any]),
+    **dict.fromkeys(
+        (
+            "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty",
+            "seed", "stop", "logit_bias", "reasoning_effort", "reasoning", "chat_template_kwargs", "enable_thinking",
+            "thinking",
+        ),
+        OVERRIDDEN,
+    ),
+    **dict.fromkeys(
+        (
+            "store", "metadata", "user", "service_tier", "prompt_cache_key", "prompt_cache_retention",
+            "safety_identifier", "verbosity", "logprobs", "top_logprobs", "return_token_ids", "web_search_options",
+            "prediction",
+        ),
+        DROPPED,
+    ),
+    "n": rejected(1),
+    "functions": rejected([]),
+    "function_call": rejected(),
+    "audio": rejected(),
+    "modalities": rejected(["text"]),
+}  # fmt: skip
 
 
 class Chat(Dialect):
     """Canonical form and wire form agree here, so parsing is checking."""
 
     name = "chat"
+    fields = FIELDS
     routes = (
         route("POST", r"(/v1)?/chat/completions", Action.TURN),
         route("GET", r"(/v1)?/models", Action.MODELS),
     )
 
-    def parse(self, body: dict[str, Any]) -> ChatRequest:
-        messages, tools = body.get("messages"), body.get("tools") or None
-        require(isinstance(messages, list) and messages, "messages must be a non-empty list")
-        require(tools is None or isinstance(tools, list), "tools must be a list")
-        options = body.get("stream_options") or {}
-        require(isinstance(options, dict), "stream_options must be an object")
-        asked = body.get("max_completion_tokens", body.get("max_tokens"))
+    def items(self, given: Fields) -> list[Item]:
+        require("messages" in given.values, "messages: missing")
+        return self.split("messages", given.get("messages"))
+
+    def messages(self, kind: str, item: Any) -> list[ChatMessage]:
+        require(isinstance(item, dict) and item.get("role") in READERS, "messages: each must have a known role")
+        return [READERS[item["role"]](item)]
+
+    def tool_set(self, tools: list[dict[str, Any]]) -> ToolSet:
+        functions = [tool for tool in tools if tool.get("type") == "function"]
+        for tool in functions:
+            require(isinstance(tool.get("function"), dict) and tool["function"].get("name"), "tools: a name is missing")
+        others = tuple(f"tool_{tool.get('type')}" for tool in tools if tool.get("type") != "function")
+        return ToolSet([{"type": "function", "function": tool["function"]} for tool in functions], dropped=others)
+
+    def request(self, given: Fields, path: str, query: str) -> ChatRequest:
+        asked = given.get("max_completion_tokens", given.get("max_tokens"))
+        choice = given.get("tool_choice")
+        require(choice in (None, "auto", "none", "required") or _names_function(choice), "tool_choice: unknown form")
         return ChatRequest(
-            messages=[_message(message) for message in messages or ()],
-            model=str(body.get("model") or ""),
-            tools=tools,
-            tool_choice=body.get("tool_choice"),
-            response_format=body.get("response_format"),
-            parallel_tool_calls=body.get("parallel_tool_calls") is not False,
+            self,
+            [],
+            [],
+            model=given.get("model", ""),
+            tool_choice=choice,
+            response_format=given.get("response_format"),
+            parallel_tool_calls=given.get("parallel_tool_calls", True),
             max_tokens=positive(asked, "max_tokens"),
-            stream=bool(body.get("stream")),
-            include_usage=bool(options.get("include_usage")),
+            stream=given.get("stream", False),
+            include_usage=bool(given.get("stream_options", {}).get("include_usage")),
         )
 
     def answer(self, request: ChatRequest, answer: Answer) -> dict[str, Any]:
@@ -90,14 +151,61 @@ class Chat(Dialect):
         return sse(self.error(error))
 
 
-def _message(message: Any) -> dict[str, Any]:
-    """A message as render accepts it: no ``developer`` role (the engine would hoist it), no null tool content."""
-    require(isinstance(message, dict) and isinstance(message.get("role"), str), "each message must have a role")
-    if message["role"] == "developer":
-        return message | {"role": "system"}
-    if message["role"] == "tool" and message.get("content") is None:
-        return message | {"content": ""}
-    return dict(message)
+def _names_function(choice: Any) -> bool:
+    return isinstance(choice, dict) and isinstance(choice.get("function"), dict) and "name" in choice["function"]
+
+
+def _content(message: dict[str, Any]) -> Any:
+    """A string as it is, text parts joined; other parts stay, for the engine to take or refuse."""
+    content = message.get("content")
+    if not isinstance(content, list):
+        require(content is None or isinstance(content, str), "content: must be a string or a list of parts")
+        return content
+    require(all(isinstance(part, dict) for part in content), "content: each part must be an object")
+    kinds = {part.get("type") for part in content}
+    if kinds <= {"text", "refusal"}:
+        return "\n".join(str(part.get("text") or part.get("refusal") or "") for part in content)
+    return content
+
+
+def _system(message: dict[str, Any]) -> ChatMessage:
+    """Also ``developer``, which the engine would hoist to the front."""
+    return {"role": "system", "content": _content(message) or ""}
+
+
+def _user(message: dict[str, Any]) -> ChatMessage:
+    return {"role": "user", "content": _content(message) or ""}
+
+
+def _tool(message: dict[str, Any]) -> ChatMessage:
+    call_id = str(message.get("tool_call_id") or "")
+    return {"role": "tool", "tool_call_id": call_id, "content": _content(message) or ""}
+
+
+def _assistant(message: dict[str, Any]) -> ChatMessage:
+    calls = message.get("tool_calls") or []
+    require(isinstance(calls, list), "tool_calls: must be a list")
+    content = _content(message)
+    canonical: ChatMessage = {"role": "assistant", "content": content or (None if calls else "")}
+    if calls:
+        canonical["tool_calls"] = [_call(call) for call in calls]
+    reasoning = message.get("reasoning_content") or message.get("reasoning")
+    return canonical | ({"reasoning": reasoning} if isinstance(reasoning, str) else {})
+
+
+def _call(call: Any) -> dict[str, Any]:
+    function: Any = call.get("function") if isinstance(call, dict) else None
+    require(isinstance(function, dict) and isinstance(function.get("name"), str), "tool_calls: a name is missing")
+    arguments = function.get("arguments") or "{}"
+    require(isinstance(arguments, str), "tool_calls: arguments must be a string")
+    return {
+        "id": str(call.get("id") or ""),
+        "type": "function",
+        "function": {"name": function["name"], "arguments": arguments},
+    }
+
+
+READERS = {"system": _system, "developer": _system, "user": _user, "tool": _tool, "assistant": _assistant}
 
 
 def _tool_calls(answer: Answer) -> list[dict[str, Any]]:
