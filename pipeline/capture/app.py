@@ -18,7 +18,16 @@ import zstandard
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from pipeline.capture import dialects
-from pipeline.capture.dialects.base import Action, ApiError, ChatRequest, Dialect, Fault, require
+from pipeline.capture.dialects.base import (
+    Action,
+    ApiError,
+    ChatRequest,
+    Dialect,
+    Fault,
+    agent_of,
+    api_key,
+    require,
+)
 from pipeline.capture.journal import Node
 from pipeline.capture.session import Session
 from pipeline.capture.turn import Turns
@@ -64,6 +73,7 @@ class Exchange:
     ) -> None:
         self.method: str = scope["method"]
         self.path: str = scope["path"]
+        self.query: str = scope["query_string"].decode("latin-1")
         self.headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
         self.connection: Connection = scope["state"]["connection"]
         self._receive, self._send = receive, send
@@ -109,7 +119,7 @@ class Exchange:
     async def fail(self, dialect: Dialect, error: ApiError) -> None:
         """Send an error in the dialect."""
         headers = [(b"retry-after", b"%d" % error.retry_after)] if error.retry_after else []
-        await self.reply(error.status, dialect.error(error), *headers)
+        await self.reply(dialect.status(error), dialect.error(error), *headers)
 
 
 class SessionApp:
@@ -130,13 +140,13 @@ class SessionApp:
                 raise ApiError(Fault.NOT_FOUND, f"no such route: {exchange.method} {exchange.path}")
             await self._act(dialect, route.action, exchange)
         except ApiError as error:
-            self._turns.totals[f"status_{error.status}"] += 1
+            self._turns.totals[f"status_{dialect.status(error)}"] += 1
             await exchange.fail(dialect, error)
         except ClientLeft:
             self._turns.totals["left_early"] += 1
 
     def _authorise(self, dialect: Dialect, exchange: Exchange) -> None:
-        key = dialect.key(exchange.headers)
+        key = api_key(exchange.headers, exchange.query)
         if not hmac.compare_digest(key.encode(), self._session.id.encode()):
             raise ApiError(Fault.UNAUTHORIZED, "unknown API key")
 
@@ -146,15 +156,17 @@ class SessionApp:
         elif action is Action.MODELS:
             await exchange.reply(200, dialect.models(self._session.policy.model_name))
         else:
-            request = dialect.parse(_object(await exchange.body()))
+            request = dialect.parse(await exchange.body(), self._session.memo, exchange.path, exchange.query)
+            request.agent = agent_of(exchange.headers)
             if action is Action.COUNT_TOKENS:
-                await exchange.reply(200, dialect.token_count(await self._turns.prompt_tokens(request)))
+                tokens = await self._turns.prompt_tokens(self._session, request)
+                await exchange.reply(200, dialect.token_count(tokens))
             else:
                 await self._turn(dialect, request, exchange)
 
     async def _turn(self, dialect: Dialect, request: ChatRequest, exchange: Exchange) -> None:
         """Answer while watching the client; a client that leaves cancels the answer, which aborts it in the engine."""
-        turn = asyncio.create_task(self._turns.answer(self._session, dialect.name, request))
+        turn = asyncio.create_task(self._turns.answer(self._session, request))
         self._session.turns.add(turn)
         gone = asyncio.create_task(exchange.left())
         try:
@@ -234,15 +246,6 @@ def decompress(data: bytes, encoding: str) -> bytes:
     if len(plain) > BODY_CAP:
         raise _too_large()
     return plain
-
-
-def _object(data: bytes) -> dict[str, Any]:
-    try:
-        body = msgspec.json.decode(data)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise ApiError(Fault.INVALID, f"the body is not valid JSON: {error}") from error
-    require(isinstance(body, dict), "the body must be a JSON object")
-    return dict(body)
 
 
 def _too_large() -> ApiError:

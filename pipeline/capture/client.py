@@ -22,10 +22,11 @@ class ReplyTimeout(Exception):
 
 @dataclass(frozen=True)
 class Reply:
-    """A whole reply."""
+    """A whole reply. ``retry_after`` is in seconds, where the peer tells it."""
 
     status: int
     body: bytes
+    retry_after: int | None = None
 
 
 class _Connection(asyncio.Protocol):
@@ -37,6 +38,7 @@ class _Connection(asyncio.Protocol):
         self.started = False
         self.reusable = False
         self._body: list[bytes] = []
+        self._retry_after: int | None = None
         self._parser = httptools.HttpResponseParser(self)
 
     @property
@@ -51,7 +53,7 @@ class _Connection(asyncio.Protocol):
         assert self.transport is not None
         self.reply = asyncio.get_running_loop().create_future()
         self.started = self.reusable = False
-        self._body = []
+        self._body, self._retry_after = [], None
         self._parser = httptools.HttpResponseParser(self)
         self.transport.write(data)
         return self.reply
@@ -66,13 +68,17 @@ class _Connection(asyncio.Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._fail(f"connection closed: {exc or 'by the peer'}")
 
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if name.lower() == b"retry-after" and value.isdigit():
+            self._retry_after = int(value)
+
     def on_body(self, body: bytes) -> None:
         self._body.append(body)
 
     def on_message_complete(self) -> None:
         self.reusable = self._parser.should_keep_alive()
         if self.reply is not None and not self.reply.done():
-            self.reply.set_result(Reply(self._parser.get_status_code(), b"".join(self._body)))
+            self.reply.set_result(Reply(self._parser.get_status_code(), b"".join(self._body), self._retry_after))
 
     def _fail(self, reason: str) -> None:
         self.reusable = False

@@ -17,12 +17,20 @@ from pipeline.capture.dialects.base import Answer
 
 
 class Policy(msgspec.Struct, frozen=True):
-    """What every call of a session is sampled with, and how many there may be."""
+    """What every call of a session is sampled with, and how many there may be.
+
+    ``thoughts``: what happens where the chat template strips earlier thoughts from the history: "fork" starts a new
+    row there, as a plain server would behave, "keep" goes on with them. ``thinking`` is the template's switch for new
+    thoughts (None: its default). ``continuity`` off renders every history anew.
+    """
 
     temperature: float
     max_tokens: int
     max_calls: int
     model_name: str
+    thoughts: str = "fork"
+    thinking: bool | None = None
+    continuity: bool = True
 
 
 class Asked(msgspec.Struct, frozen=True):
@@ -34,11 +42,13 @@ class Asked(msgspec.Struct, frozen=True):
 
 
 class Node(msgspec.Struct):
-    """One call. Its sequence (prompt + sampled) is the base's first ``keep`` ids + ``suffix`` + ``sampled``.
+    """One call. Its sequence (prompt + sampled) is the base's first ``keep`` bytes, ``suffix`` and ``sampled``.
 
-    ``suffix`` and ``sampled`` are int32 bytes, ``logprobs`` float32 bytes of the sampled ids. ``parent`` is the call
-    whose whole sequence is a prefix of this prompt; ``base`` only saves memory. ``versions`` holds (version, start,
-    end) spans. A call of a text upstream has no ids; ``asked`` is its request instead.
+    Ids are text as in ``capture.ids``; ``logprobs`` are float32 bytes of the sampled ids. ``parent`` is the call whose
+    whole sequence is a prefix of this prompt; ``base`` only saves memory. ``chain`` identifies the history that was
+    answered. ``ended``: the last sampled id is an end token. ``versions`` holds (version, start, end) spans.
+    ``wishes`` is None where they equal the last call's.
+    A call of a text upstream has no ids; ``asked`` is its request instead.
     """
 
     call_id: int
@@ -50,11 +60,15 @@ class Node(msgspec.Struct):
     logprobs: bytes
     versions: list[tuple[str, int, int]]
     answer: Answer
+    chain: bytes
     constraint: str
     dialect: str
     trainable: bool
     malformed: bool
-    seconds: float
+    ended: bool = True
+    seconds: float = 0.0
+    agent: str = ""
+    wishes: dict[str, Any] | None = None
     delivered: bool = False
     asked: Asked | None = None
 

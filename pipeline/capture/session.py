@@ -6,11 +6,15 @@ import asyncio
 import hashlib
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from typing import Any
 
+from pipeline.capture.canonical import Memo
 from pipeline.capture.dialects.base import ApiError, Fault
 from pipeline.capture.journal import Answered, Closed, Counted, Delivered, Node, Opened, Policy, Record
+from pipeline.capture.matcher import Matcher
 from pipeline.capture.transcript import Transcript
 from pipeline.capture.tree import Tree
+from pipeline.capture.upstream import Frame
 
 
 class Session:
@@ -20,8 +24,12 @@ class Session:
         self.id = session_id
         self.policy = policy
         self.tree = Tree()
+        self.matcher = Matcher(self.tree.nodes)
         self.transcript = Transcript()
+        self.memo = Memo()
+        self.frames: dict[tuple[bytes, str], Frame] = {}  # (tools, constraint) -> what the engine made of them
         self.counters: Counter[str] = Counter()
+        self.wishes: dict[str, Any] = {}  # of the latest call
         self.started = 0  # calls that the engine began, the aborted ones included
         self.tool_ids = 0
         self.turns: set[asyncio.Task[object]] = set()
@@ -51,9 +59,23 @@ class Session:
         self.tool_ids += 1
         return f"call_{self.suffix}_{self.tool_ids}"
 
+    def undelivered(self, chain: bytes, constraint: str) -> Node | None:
+        """The earliest answer to exactly this history that the harness never got."""
+        for call_id in self.matcher.asked(chain):
+            node = self.tree.nodes[call_id]
+            if not node.delivered and node.constraint == constraint:
+                return node
+        return None
+
+    def news(self, wishes: dict[str, Any]) -> dict[str, Any] | None:
+        """A harness's wishes as a node keeps them: None when they are those of the call before."""
+        return None if wishes == self.wishes else wishes
+
     def add(self, node: Node) -> None:
         """Append a call."""
         self.tree.add(node)
+        self.matcher.add(node)
+        self.wishes = self.wishes if node.wishes is None else node.wishes
         if node.asked is not None:
             self.transcript.add(node.asked)
 

@@ -10,12 +10,13 @@ from urllib.parse import urlsplit
 import httpx
 import msgspec
 
+from pipeline.capture.canonical import ChatMessage
 from pipeline.capture.client import ConnectionFailed, Reply, ReplyTimeout
 from pipeline.capture.dialects.base import ApiError, ChatRequest, Fault
 from pipeline.capture.journal import Journal, Node, Policy
 from pipeline.capture.session import Session
 from pipeline.capture.turn import Figures, Turns, canonical_answer, is_malformed
-from pipeline.capture.upstream import Message, decoded, patiently, tool_fields
+from pipeline.capture.upstream import Message, decoded, patiently
 
 CONNECT_S = 5.0
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
@@ -65,6 +66,9 @@ class Completion(msgspec.Struct):
         return Figures(reason, usage.prompt_tokens or 0, usage.completion_tokens or 0, cached or 0)
 
 
+_COMPLETION = msgspec.json.Decoder(Completion)
+
+
 def trusts_environment(url: str) -> bool:
     """Whether the environment's HTTP proxy may be asked for this URL."""
     return urlsplit(url).hostname not in LOOPBACK
@@ -90,20 +94,22 @@ class TextUpstream:
             trust_env=trusts_environment(url),
         )
 
-    async def complete(self, request: ChatRequest, policy: Policy) -> Completion:
+    async def complete(self, request: ChatRequest, messages: list[ChatMessage], policy: Policy) -> Completion:
         """One answer, sampled as the session's policy says. Raises ApiError as the engine does."""
-        body = msgspec.json.encode(self._body(request, policy))
+        body = msgspec.json.encode(self._body(request, messages, policy))
         reply = await patiently(lambda: self._post(body), self._path, self._outage_s)
-        return decoded(self._path, reply, Completion)
+        return decoded(self._path, reply, _COMPLETION)
 
-    def _body(self, request: ChatRequest, policy: Policy) -> dict[str, Any]:
+    def _body(self, request: ChatRequest, messages: list[ChatMessage], policy: Policy) -> dict[str, Any]:
         body: dict[str, Any] = {
             "model": self._model,
-            "messages": request.messages,
+            "messages": messages,
             "temperature": policy.temperature,
             "max_tokens": min(policy.max_tokens, request.max_tokens or policy.max_tokens),
-            **tool_fields(request),
         }
+        if request.tools:
+            body["tools"] = request.tools.functions
+            body |= {} if request.tool_choice is None else {"tool_choice": request.tool_choice}
         if request.response_format:
             body["response_format"] = request.response_format
         return body
@@ -128,24 +134,25 @@ class TextTurns(Turns):
         super().__init__(journal)
         self._upstream = upstream
 
-    async def prompt_tokens(self, request: ChatRequest) -> int:
+    async def prompt_tokens(self, session: Session, request: ChatRequest) -> int:
         """Raises ApiError: without a tokenizer a count would be a guess, and harnesses compact by it."""
         raise ApiError(Fault.NOT_FOUND, "this upstream counts no tokens")
 
-    async def _answer(self, session: Session, dialect: str, request: ChatRequest) -> Node:
-        started = time.monotonic()
-        nodes = session.tree.nodes
-        known = session.transcript.undelivered(nodes, request.messages, request.tools, request.constraint)
-        if known:
+    async def _answer(self, session: Session, request: ChatRequest) -> Node:
+        began = time.monotonic()
+        match = self.match(session, request)
+        if known := session.undelivered(match.chain, request.constraint):
             self.count(session, "redelivered")
             return known
+        messages = request.messages()
         with self._spending(session):
-            completion = await self._upstream.complete(request, session.policy)
-            message = completion.message
-        call_id = len(nodes)
+            sent = time.monotonic()
+            completion = await self._upstream.complete(request, messages, session.policy)
+            waited, message = time.monotonic() - sent, completion.message
+        call_id = len(session.tree.nodes)
         node = Node(
             call_id=call_id,
-            parent=session.transcript.parent(nodes, request.messages),
+            parent=match.parent,
             base=None,
             keep=0,
             suffix=b"",
@@ -153,11 +160,15 @@ class TextTurns(Turns):
             logprobs=b"",
             versions=[],
             answer=canonical_answer(session, call_id, request, message, completion.figures),
+            chain=match.chain,
             constraint=request.constraint,
-            dialect=dialect,
+            dialect=request.dialect.name,
             trainable=False,
             malformed=is_malformed(request, message),
-            seconds=time.monotonic() - started,
-            asked=session.transcript.asked(request.messages, request.tools),
+            seconds=time.monotonic() - began,
+            agent=request.agent,
+            wishes=session.news(request.wishes),
+            asked=session.transcript.asked(messages, request.tools.functions if request.tools else None),
         )
+        self.added(node.seconds - waited)
         return self._keep(session, node)

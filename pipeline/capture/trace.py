@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from pipeline.capture import journal
+from pipeline.capture import ids, journal
 from pipeline.capture.journal import Node
 from pipeline.capture.session import Session, restore
 from pipeline.records import Call, PolicyVersion, Trace, VersionSpan
@@ -32,8 +32,8 @@ def _call(session: Session, node: Node) -> Call:
     return Call(
         call_id=node.call_id,
         parent=node.parent,
-        prompt_ids=np.frombuffer(session.tree.prompt(node.call_id), np.int32),
-        sampled_ids=np.frombuffer(node.sampled, np.int32),
+        prompt_ids=ids.array_of(session.tree.prompt(node.call_id)),
+        sampled_ids=ids.array_of(node.sampled),
         logprobs=np.frombuffer(node.logprobs, np.float32),
         versions=tuple(spans),
         finish_reason=node.answer.finish_reason,

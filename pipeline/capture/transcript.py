@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from pipeline.capture.dialects.base import Answer
@@ -29,22 +29,6 @@ class Transcript:
         same = asked.tools == tools
         self._requests.append((before[: asked.keep] + asked.messages, tools if same else asked.tools))
 
-    def undelivered(self, nodes: Sequence[Node], messages: Messages, tools: Tools, constraint: str) -> Node | None:
-        """The earliest call with exactly this request whose answer the harness never got."""
-        for node, request in zip(nodes, self._requests, strict=True):
-            if not node.delivered and node.constraint == constraint and request == (messages, tools):
-                return node
-        return None
-
-    def parent(self, nodes: Sequence[Node], messages: Messages) -> int | None:
-        """The call whose messages and answer are the longest beginning of these messages (the latest of equals)."""
-        found, longest = None, -1
-        for node, (known, _) in zip(nodes, self._requests, strict=True):
-            size = len(known)
-            if longest <= size < len(messages) and _is_answer(messages[size], node.answer) and messages[:size] == known:
-                found, longest = node.call_id, size
-        return found
-
     def export(self, nodes: Sequence[Node]) -> tuple[dict[str, Any], ...]:
         """``{"messages", "tools", "answer"}`` of every call; nothing when the calls have ids instead."""
         return tuple(
@@ -64,21 +48,6 @@ def message_of(answer: Answer) -> dict[str, Any]:
             for call in answer.tool_calls
         ]
     return message
-
-
-def _is_answer(message: dict[str, Any], answer: Answer) -> bool:
-    """Recognised by our ids of its tool calls, or by its text when it has none."""
-    if message.get("role") != "assistant":
-        return False
-    ids = [call.get("id") for call in message.get("tool_calls") or ()]
-    if ids or answer.tool_calls:
-        return ids == [call.id for call in answer.tool_calls]
-    return _text(message.get("content")) == answer.text
-
-
-def _text(content: Any) -> str:
-    parts: Iterable[Any] = content if isinstance(content, list) else ()
-    return "".join(str(part.get("text", "")) for part in parts) or (content if isinstance(content, str) else "")
 
 
 def _shared(one: Messages, other: Messages) -> int:

@@ -6,6 +6,8 @@
 from __future__ import annotations
 
 import asyncio
+import logging
+import random
 import time
 from abc import ABC, abstractmethod
 from collections import Counter
@@ -15,12 +17,25 @@ from dataclasses import dataclass, replace
 
 import msgspec
 
+from pipeline.capture import ids
+from pipeline.capture.continuity import NoBridge, SelfTest, Template, joined, renderable, suffix
 from pipeline.capture.dialects.base import Answer, ApiError, ChatRequest, Fault, ToolCall
-from pipeline.capture.ids import WIDTH, pack, pack_floats
 from pipeline.capture.journal import Answered, Counted, Delivered, Journal, Node
+from pipeline.capture.matcher import Match
 from pipeline.capture.session import Session
-from pipeline.capture.upstream import RETRY_AFTER_S, Called, Engine, Message, Rendered, Sampled
+from pipeline.capture.upstream import (
+    RETRY_AFTER_S,
+    Called,
+    Engine,
+    Frame,
+    Message,
+    Rendered,
+    Sampled,
+    render_fields,
+)
 
+AUDITED = 0.01  # of the bridged prompts are compared with the whole history rendered
+ADDED_MS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000)  # bounds of the histogram of added latency
 WEIGHTS_POLL_S = 0.5
 SAMPLES = 3  # tries of one call, when a weight sync or the engine spoils a sample
 ENGINE_FAULTS = (Fault.UNAVAILABLE, Fault.INTERNAL)
@@ -32,6 +47,8 @@ CALL_MARKERS = (
     "<|python_tag|>",
     "<|tool_call_begin|>",
 )
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -52,22 +69,40 @@ class Turns(ABC):
         self.version = "0.0"
         self.totals: Counter[str] = Counter()
 
-    async def answer(self, session: Session, dialect: str, request: ChatRequest) -> Node:
+    async def answer(self, session: Session, request: ChatRequest) -> Node:
         """The call that answers a request, journalled, not yet delivered. Raises ApiError; cancelling aborts it."""
+        for name in request.dropped:
+            self.totals[f"dropped_{name}"] += 1
         try:
-            return await self._answer(session, dialect, request)
+            return await self._answer(session, request)
         except ApiError as error:
             if error.fault in ENGINE_FAULTS:
                 self.count(session, "engine_failures")
             raise
 
     @abstractmethod
-    async def prompt_tokens(self, request: ChatRequest) -> int:
+    async def prompt_tokens(self, session: Session, request: ChatRequest) -> int:
         """How many tokens a request's prompt has. Raises ApiError."""
 
     @abstractmethod
-    async def _answer(self, session: Session, dialect: str, request: ChatRequest) -> Node:
+    async def _answer(self, session: Session, request: ChatRequest) -> Node:
         """See ``answer``."""
+
+    def match(self, session: Session, request: ChatRequest) -> Match:
+        """Where a request stands in the session's tree. An answer that the harness sends back was delivered."""
+        tools = request.tools.digest if request.tools else b""
+        match = session.matcher.walk(tools, request.atoms)
+        if match.rewritten:
+            self.count(session, "arguments_rewritten")
+        if match.parent is not None:
+            self.delivered(session, session.tree.nodes[match.parent])
+        return match
+
+    def added(self, seconds: float) -> None:
+        """Count the time that a turn took beside waiting for the upstream."""
+        bound = next((bound for bound in ADDED_MS if seconds * 1000 <= bound), "more")
+        self.totals[f"added_ms_{bound}"] += 1
+        self.totals["added_us"] += int(seconds * 1e6)
 
     def delivered(self, session: Session, node: Node) -> None:
         """The harness got this answer."""
@@ -109,28 +144,176 @@ class Turns(ABC):
         return node
 
 
+@dataclass(frozen=True)
+class Prompt:
+    """Ids to sample after, and where they stand in the tree: parent, and what they are stored against."""
+
+    text: bytes
+    frame: Frame
+    parent: int | None
+    base: int | None
+    keep: int
+    bridged: bool = False
+    follow: bytes = b""  # of a bridged one: the ids after the parent's turn
+
+    @property
+    def count(self) -> int:
+        """How many ids."""
+        return ids.count(self.text)
+
+    @property
+    def suffix(self) -> bytes:
+        """The ids beyond the first ``keep`` bytes."""
+        return self.text[self.keep + 1 :] if self.keep else self.text
+
+
 class EngineTurns(Turns):
     """Token-in, token-out."""
 
     def __init__(self, engine: Engine, journal: Journal) -> None:
         super().__init__(journal)
         self.engine = engine
+        self._templates: dict[bool | None, Template] = {}
+        self._learning = asyncio.Lock()
+        self._audits: set[asyncio.Task[None]] = set()
 
-    async def prompt_tokens(self, request: ChatRequest) -> int:
-        return len((await self.engine.render(request)).token_ids)
+    async def template(self, thinking: bool | None) -> Template:
+        """What is known of the engine's chat template; the first caller pays for the self-test. Raises ApiError."""
+        async with self._learning:
+            if thinking not in self._templates:
+                found = await SelfTest(self.engine, thinking).run()
+                self._templates[thinking] = found
+                level = logging.ERROR if found.problem else logging.INFO
+                log.log(level, "chat template: %s", found.report())
+            return self._templates[thinking]
 
-    async def _answer(self, session: Session, dialect: str, request: ChatRequest) -> Node:
-        started = time.monotonic()
-        rendered = await self.engine.render(request)
-        prompt = pack(rendered.token_ids)
-        if known := session.tree.undelivered(prompt, request.constraint):
+    async def prompt_tokens(self, session: Session, request: ChatRequest) -> int:
+        template = await self.template(session.policy.thinking)
+        return ids.count((await self._render(session, request, template)).text)
+
+    async def _answer(self, session: Session, request: ChatRequest) -> Node:
+        began = time.monotonic()
+        template = self._templates.get(session.policy.thinking) or await self.template(session.policy.thinking)
+        match = self.match(session, request)
+        if known := session.undelivered(match.chain, request.constraint):
             self.count(session, "redelivered")
             return known
-        max_tokens = await self._room(session, request, len(rendered.token_ids))
+        engine_s = -time.monotonic()
+        prompt = await self._prompt(session, request, match, template)
+        max_tokens = await self._room(session, request, prompt.count)
         with self._spending(session):
-            sampled = await self._sample(session, rendered, max_tokens)
-            message = await self.engine.derender(request, rendered, sampled)
-        return self._record(session, dialect, request, prompt, sampled, message, time.monotonic() - started)
+            sampled = await self._sample(session, prompt, max_tokens)
+            fields = render_fields(_tools(request), session.policy.thinking, request.tool_choice)
+            message = await self.engine.derender(prompt.text, prompt.frame, sampled, fields)
+        engine_s += time.monotonic()
+        node = self._record(session, request, match, prompt, sampled, message, template)
+        node.seconds = time.monotonic() - began
+        self._keep(session, node)
+        self.added(node.seconds - engine_s)
+        if prompt.bridged and random.random() < AUDITED:
+            self._audit(session, request, template, prompt)
+        return node
+
+    # --- the prompt
+
+    async def _prompt(self, session: Session, request: ChatRequest, match: Match, template: Template) -> Prompt:
+        """The ids to sample after: an earlier call's own where the history allows it, else rendered anew."""
+        if same := session.matcher.asked(match.chain):
+            return self._again(session, request, same[0])
+        cause = self._obstacle(session, request, match, template)
+        if not cause:
+            try:
+                return await self._bridge(session, request, match, template)
+            except NoBridge as error:
+                cause = str(error)
+        return await self._anew(session, request, match, template, cause)
+
+    def _again(self, session: Session, request: ChatRequest, call_id: int) -> Prompt:
+        """A retry: a sibling of the call that had the same prompt."""
+        text, known = session.tree.prompt(call_id), session.tree.nodes[call_id]
+        frame = session.frames.get(_frame_key(request)) or Frame()
+        return Prompt(text, frame, known.parent, call_id, len(text))
+
+    def _obstacle(self, session: Session, request: ChatRequest, match: Match, template: Template) -> str:
+        """Why the call's own ids may not be used; "" when nothing is in the way."""
+        if match.parent is None:
+            return "root"
+        if not session.policy.continuity or template.problem:
+            return "text_in"
+        if match.after == len(request.items):
+            return "nothing_new"
+        if session.policy.thoughts == "fork" and self._loses_thoughts(session, request, match, template):
+            return "thoughts"
+        return ""
+
+    def _loses_thoughts(self, session: Session, request: ChatRequest, match: Match, template: Template) -> bool:
+        """Whether the template would strip thoughts that still stand in the parent's ids."""
+        new = {atom.role for atoms in request.atoms[match.after :] for atom in atoms}
+        roles = {"user" if role == "system" else role for role in new}
+        if not roles.intersection(template.strips_after):
+            return False
+        current = match.parent
+        while current is not None:
+            node = session.tree.nodes[current]
+            if node.answer.reasoning:
+                return True
+            current = node.parent
+        return False
+
+    async def _bridge(self, session: Session, request: ChatRequest, match: Match, template: Template) -> Prompt:
+        """The parent's ids and a suffix for what is new. Raises NoBridge."""
+        assert match.parent is not None
+        parent = session.tree.nodes[match.parent]
+        known = session.frames.get(_frame_key(request))
+        tools = _tools(request) if template.with_tools or known is None else None
+        fields = self._fields(session, request, tools)
+        follow, frame = await suffix(self.engine, template, parent.answer, request.messages(match.after), fields)
+        session.frames.setdefault(_frame_key(request), frame)
+        before = session.tree.sequence(match.parent)
+        text, whole = joined(before, parent.ended, follow)
+        if not whole:
+            self.count(session, "fork_turn_end")
+        keep = len(before) if whole else len(ids.without_last(before))
+        return Prompt(text, known or frame, match.parent if whole else None, match.parent, keep, True, follow)
+
+    async def _anew(
+        self, session: Session, request: ChatRequest, match: Match, template: Template, cause: str
+    ) -> Prompt:
+        """The whole history rendered; counted as a fork where it does not extend the call it continues."""
+        rendered = await self._render(session, request, template)
+        session.frames[_frame_key(request)] = rendered.frame
+        parent = session.tree.parent(rendered.text)
+        if session.tree.nodes and parent is None:
+            self.count(session, f"fork_{cause}")
+        if match.parent is not None and parent is None and cause not in ("thoughts", "root"):
+            self.count(session, "drift")
+        base, keep = session.tree.base(rendered.text, parent)
+        return Prompt(rendered.text, rendered.frame, parent, base, keep)
+
+    async def _render(self, session: Session, request: ChatRequest, template: Template) -> Rendered:
+        fields = self._fields(session, request, _tools(request))
+        return await self.engine.render(renderable(request.messages(), template.late_system), fields)
+
+    def _fields(self, session: Session, request: ChatRequest, tools: bytes | None) -> bytes:
+        return render_fields(tools, session.policy.thinking, request.tool_choice, request.response_format)
+
+    def _audit(self, session: Session, request: ChatRequest, template: Template, prompt: Prompt) -> None:
+        """Compare a bridged prompt with the whole history rendered, beside the answer."""
+        task = asyncio.create_task(self._compare(session, request, template, prompt))
+        self._audits.add(task)
+        task.add_done_callback(self._audits.discard)
+
+    async def _compare(self, session: Session, request: ChatRequest, template: Template, prompt: Prompt) -> None:
+        try:
+            rendered = await self._render(session, request, template)
+        except ApiError as error:
+            log.warning("an audit could not render: %s", error)
+            return
+        self.count(session, "audited")
+        if not rendered.text.endswith(b"," + prompt.follow):
+            self.count(session, "audit_failed")
+            template.problem = "an audit found a suffix that the whole history does not end with"
+            log.error("continuity is off from now on: %s", template.problem)
 
     async def _room(self, session: Session, request: ChatRequest, prompt_tokens: int) -> int:
         """Tokens that may be sampled. Raises ApiError(CONTEXT) when the prompt fills the window."""
@@ -145,7 +328,7 @@ class EngineTurns(Turns):
             raise ApiError(Fault.CONTEXT, message)
         return min(room, session.policy.max_tokens, request.max_tokens or room)
 
-    async def _sample(self, session: Session, rendered: Rendered, max_tokens: int) -> Sampled:
+    async def _sample(self, session: Session, prompt: Prompt, max_tokens: int) -> Sampled:
         """One sample of which no token read key/value blocks of weights older than the salt says.
 
         When a sync lands between a call's submission and its start, the call may reuse blocks of the old weights under
@@ -154,7 +337,8 @@ class EngineTurns(Turns):
         spoilt, give_up = 0, time.monotonic() + self.engine.outage_s
         while spoilt < SAMPLES:
             salt = self.version
-            sampled = await self.engine.generate(rendered, session.policy.temperature, max_tokens, salt)
+            sampling = {"temperature": session.policy.temperature, "max_tokens": max_tokens}
+            sampled = await self.engine.generate(prompt.text, prompt.frame, sampling, salt)
             if sampled.finish_reason == "abort":
                 self.count(session, "engine_aborts")
                 spoilt += 1
@@ -181,36 +365,44 @@ class EngineTurns(Turns):
     def _record(
         self,
         session: Session,
-        dialect: str,
         request: ChatRequest,
-        prompt: bytes,
+        match: Match,
+        prompt: Prompt,
         sampled: Sampled,
         message: Message,
-        seconds: float,
+        template: Template,
     ) -> Node:
-        """Put the call into the tree and the journal."""
-        parent = session.tree.parent(prompt)
-        base, keep = session.tree.base(prompt, parent)
+        """The call as the tree and the journal keep it."""
         call_id = len(session.tree.nodes)
-        length = len(prompt) // WIDTH
-        figures = Figures(sampled.finish_reason, length, len(sampled.ids), sampled.cached_tokens)
-        node = Node(
+        figures = Figures(sampled.finish_reason, prompt.count, sampled.count, sampled.cached_tokens)
+        exact = template.processed_logprobs or session.policy.temperature == 1.0
+        return Node(
             call_id=call_id,
-            parent=parent,
-            base=base,
-            keep=keep,
-            suffix=prompt[keep * WIDTH :],
-            sampled=pack(sampled.ids),
-            logprobs=pack_floats(sampled.logprobs),
+            parent=prompt.parent,
+            base=prompt.base,
+            keep=prompt.keep,
+            suffix=prompt.suffix,
+            sampled=sampled.text,
+            logprobs=ids.pack_floats(sampled.logprobs),
             versions=sampled.versions,
             answer=canonical_answer(session, call_id, request, message, figures),
+            chain=match.chain,
             constraint=request.constraint,
-            dialect=dialect,
-            trainable=not request.forced,
+            dialect=request.dialect.name,
+            trainable=exact and not request.forced,
             malformed=is_malformed(request, message),
-            seconds=seconds,
+            ended=sampled.ended,
+            agent=request.agent,
+            wishes=session.news(request.wishes),
         )
-        return self._keep(session, node)
+
+
+def _tools(request: ChatRequest) -> bytes | None:
+    return request.tools.data if request.tools else None
+
+
+def _frame_key(request: ChatRequest) -> tuple[bytes, str]:
+    return (request.tools.digest if request.tools else b"", request.constraint)
 
 
 def _order(version: str) -> tuple[int, int]:
@@ -221,7 +413,7 @@ def _order(version: str) -> tuple[int, int]:
 
 def _known_versions(sampled: Sampled, current: str) -> list[tuple[str, int, int]] | None:
     """The engine's spans (``current`` if it tells none), or None when a name in them is no policy version."""
-    spans = sampled.versions or [(current, 0, len(sampled.ids))]
+    spans = sampled.versions or [(current, 0, sampled.count)]
     try:
         for version, _, _ in spans:
             _order(version)

@@ -8,15 +8,18 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 import msgspec
+from msgspec import Raw
 
+from pipeline.capture import ids
+from pipeline.capture.canonical import ChatMessage
 from pipeline.capture.client import ConnectionFailed, HttpClient, Reply, ReplyTimeout
-from pipeline.capture.dialects.base import ApiError, ChatRequest, Fault
+from pipeline.capture.dialects.base import ApiError, Fault
 
 # What render may decide about sampling; everything else is the session's policy or neutral.
 FROM_RENDER = ("stop_token_ids", "structured_outputs", "skip_special_tokens")
@@ -35,33 +38,54 @@ CONTEXT_PHRASES = (
 )  # fmt: skip
 BUSY = 429  # of hosted upstreams: waited out like an outage
 RETRY_AFTER_S = 5
+MOST_500 = 3
+PROMPT_TAIL = 64  # ids
+NULL = Raw(b"null")
 
 
-class Rendered(msgspec.Struct):
-    """A prompt as token ids, with what the engine derived from the request."""
+class Frame(msgspec.Struct, frozen=True):
+    """What the engine derived from a rendered request and wants back with generate and derender."""
 
-    token_ids: list[int]
     sampling_params: dict[str, Any] = {}
     reasoning_ended: bool | None = None
     reasoning_parser_kwargs: dict[str, Any] | None = None
 
 
 @dataclass(frozen=True)
-class Sampled:
-    """What the engine sampled: ids with the end token, their logprobs, and (version, start, end) spans in its words."""
+class Rendered:
+    """A prompt as ids (text, see ``capture.ids``)."""
 
-    ids: list[int]
+    text: bytes
+    frame: Frame
+
+
+@dataclass(frozen=True)
+class Sampled:
+    """What the engine sampled: ids with the end token, their logprobs, and (version, start, end) spans in its words.
+
+    ``gap`` is the difference of the first token's two best logprobs, where they were asked for.
+    """
+
+    text: bytes
+    count: int
     logprobs: list[float]
     finish_reason: str  # stop | length | abort
     stop_reason: int | str | None
     versions: list[tuple[str, int, int]]
     cached_tokens: int
+    gap: float = 0.0
 
     @property
-    def text_ids(self) -> list[int]:
+    def ended(self) -> bool:
+        """Whether the last id is an end token (and not the last of a stop string)."""
+        if self.finish_reason != "stop":
+            return False
+        return self.stop_reason is None or str(self.stop_reason).encode() == ids.last(self.text)
+
+    @property
+    def said(self) -> bytes:
         """The ids without the end token, which the engine's parsers would leak into the text."""
-        ended = self.finish_reason == "stop" and self.stop_reason in (None, self.ids[-1])
-        return self.ids[:-1] if ended else self.ids
+        return ids.without_last(self.text) if self.ended else self.text
 
 
 class Function(msgspec.Struct):
@@ -85,8 +109,13 @@ class Message(msgspec.Struct):
     tool_calls: list[Called] | None = None
 
 
+class _Top(msgspec.Struct):
+    logprob: float
+
+
 class _Logprob(msgspec.Struct):
     logprob: float
+    top_logprobs: list[_Top] = []
 
 
 class _Logprobs(msgspec.Struct):
@@ -102,9 +131,16 @@ class _Span(msgspec.Struct):
 class _GeneratedChoice(msgspec.Struct):
     finish_reason: str | None = None
     stop_reason: int | str | None = None
-    token_ids: list[int] | None = None
+    token_ids: Raw = NULL
     logprobs: _Logprobs | None = None
     weight_versions: list[_Span] | None = None
+
+
+class _RenderReply(msgspec.Struct):
+    token_ids: Raw
+    sampling_params: dict[str, Any] = {}
+    reasoning_ended: bool | None = None
+    reasoning_parser_kwargs: dict[str, Any] | None = None
 
 
 class _PromptDetails(msgspec.Struct):
@@ -138,14 +174,48 @@ class _Models(msgspec.Struct):
 
 
 T = TypeVar("T")
+_RENDER = msgspec.json.Decoder(_RenderReply)
+_GENERATE = msgspec.json.Decoder(_Generated)
+_DERENDER = msgspec.json.Decoder(_Derendered)
+_MODELS = msgspec.json.Decoder(_Models)
+_encode = msgspec.json.Encoder().encode
+
+
+def render_fields(
+    tools: bytes | None,
+    thinking: bool | None = None,
+    tool_choice: Any = None,
+    response_format: dict[str, Any] | None = None,
+) -> bytes:
+    """The fields of a chat request beside its messages, as a piece of JSON. ``tools`` is JSON text."""
+    fields = b',"tools":%b' % tools if tools else b""
+    if tools and tool_choice is not None:
+        fields += b',"tool_choice":%b' % _encode(tool_choice)
+    if response_format:
+        fields += b',"response_format":%b' % _encode(response_format)
+    if thinking is not None:
+        fields += b',"chat_template_kwargs":%b' % _encode({"enable_thinking": thinking})
+    return fields
 
 
 class Engine:
-    """One engine. Its methods raise ApiError: UNAVAILABLE after an outage or a deadline, CONTEXT for a full window."""
+    """One engine. Its methods raise ApiError: UNAVAILABLE after an outage, TIMEOUT, CONTEXT for a full window.
 
-    def __init__(self, url: str, model: str, request_timeout_s: float = 300.0, outage_s: float = 60.0) -> None:
+    ``extra`` fields go into every render and derender (a chat template, for example).
+    """
+
+    def __init__(
+        self,
+        url: str,
+        model: str,
+        request_timeout_s: float = 300.0,
+        outage_s: float = 60.0,
+        extra: dict[str, Any] | None = None,
+    ) -> None:
         place = urlsplit(url)
         self.model = model
+        self._name = _encode(model)
+        self._extra = b"," + _encode(extra)[1:-1] if extra else b""
         self._client = HttpClient(place.hostname or "127.0.0.1", place.port or 80)
         self._request_timeout_s, self.outage_s = request_timeout_s, outage_s
         self._context: int | None = None
@@ -153,113 +223,116 @@ class Engine:
     async def context_length(self) -> int:
         """The window in tokens (asked once)."""
         if self._context is None:
-            models = await self._call("GET", "/v1/models", None, _Models)
+            models = await self._call("GET", "/v1/models", b"", _MODELS)
             lengths = [model.max_model_len for model in models.data if model.id == self.model and model.max_model_len]
             if not lengths:
                 raise ApiError(Fault.INTERNAL, f"the engine does not serve a model named {self.model!r}")
             self._context = lengths[0]
         return self._context
 
-    async def render(self, request: ChatRequest) -> Rendered:
-        """The request's whole history as ids."""
-        body = {"model": self.model, "messages": request.messages, **tool_fields(request)}
-        if request.response_format:
-            body["response_format"] = request.response_format
-        return await self._call("POST", "/v1/chat/completions/render", body, Rendered)
+    async def render(self, messages: Sequence[ChatMessage], fields: bytes = b"") -> Rendered:
+        """A conversation as ids. ``fields``: see ``render_fields``. Raises ApiError(INVALID) for a refused one."""
+        body = b'{"model":%b,"messages":%b%b%b}' % (self._name, _encode(messages), fields, self._extra)
+        reply = await self._call("POST", "/v1/chat/completions/render", body, _RENDER)
+        frame = Frame(reply.sampling_params, reply.reasoning_ended, reply.reasoning_parser_kwargs)
+        return Rendered(ids.inner(reply.token_ids), frame)
 
-    async def generate(self, rendered: Rendered, temperature: float, max_tokens: int, salt: str) -> Sampled:
+    async def generate(self, prompt: bytes, frame: Frame, sampling: dict[str, Any], salt: str) -> Sampled:
         """One sample; ``salt`` keeps it off key/value blocks of other weights. No seed: it kills the CPU engine."""
-        decided = {
-            key: rendered.sampling_params[key] for key in FROM_RENDER if rendered.sampling_params.get(key) is not None
-        }
-        body: dict[str, Any] = {
-            "model": self.model,
-            "token_ids": rendered.token_ids,
-            "sampling_params": decided | NEUTRAL | {"temperature": temperature, "max_tokens": max_tokens},
+        decided = {key: frame.sampling_params[key] for key in FROM_RENDER if frame.sampling_params.get(key) is not None}
+        rest = {
+            "sampling_params": decided | NEUTRAL | sampling,
             "cache_salt": salt,
-            "reasoning_ended": rendered.reasoning_ended,
-            "reasoning_parser_kwargs": rendered.reasoning_parser_kwargs,
+            "reasoning_ended": frame.reasoning_ended,
+            "reasoning_parser_kwargs": frame.reasoning_parser_kwargs,
         }
-        return _sampled(await self._call("POST", "/inference/v1/generate", body, _Generated))
+        body = b'{"model":%b,"token_ids":[%b],%b' % (self._name, prompt, _encode(rest)[1:])
+        return _sampled(await self._call("POST", "/inference/v1/generate", body, _GENERATE))
 
-    async def derender(self, request: ChatRequest, rendered: Rendered, sampled: Sampled) -> Message:
-        """The sampled ids as a message; no ids but the end token is an empty one, which the engine would refuse."""
-        if not sampled.text_ids:
+    async def derender(self, prompt: bytes, frame: Frame, sampled: Sampled, fields: bytes = b"") -> Message:
+        """The sampled ids as a message; no ids but the end token is an empty one, which the engine would refuse.
+
+        The parsers look at the end of the prompt only (is a thought open?), so only that is sent.
+        """
+        if not sampled.said:
             return Message()
-        kwargs = (rendered.reasoning_parser_kwargs or {}).get("chat_template_kwargs")
-        choice = {"index": 0, "finish_reason": sampled.finish_reason, "token_ids": sampled.text_ids}
-        body = {
-            "model": self.model,
-            "generate_response": {"choices": [choice], "prompt_token_ids": rendered.token_ids},
-            "prompt_token_ids": rendered.token_ids[-8:],
-            "prompt_tokens": len(rendered.token_ids),
-            "chat_request": {
-                "model": self.model,
-                "messages": [],
-                "chat_template_kwargs": kwargs,
-                **tool_fields(request),
-            },
-        }
-        reply = await self._call("POST", "/v1/chat/completions/derender", body, _Derendered)
+        end = ids.tail(prompt, PROMPT_TAIL)
+        body = (
+            b'{"model":%b,"generate_response":{"choices":[{"index":0,"finish_reason":"%b","token_ids":[%b]}],'
+            b'"prompt_token_ids":[%b]},"prompt_token_ids":[%b],"prompt_tokens":%d,'
+            b'"chat_request":{"model":%b,"messages":[]%b%b}}'
+        ) % (
+            self._name, sampled.finish_reason.encode(), sampled.said, end, end, ids.count(prompt), self._name, fields,
+            self._extra,
+        )  # fmt: skip
+        reply = await self._call("POST", "/v1/chat/completions/derender", body, _DERENDER)
         return reply.choices[0].message
 
-    async def _call(self, method: str, path: str, body: dict[str, Any] | None, kind: type[T]) -> T:
-        data = b"" if body is None else msgspec.json.encode(body)
+    async def _call(self, method: str, path: str, body: bytes, decoder: msgspec.json.Decoder[T]) -> T:
         timeout_s = self._request_timeout_s
-        reply = await patiently(lambda: self._client.request(method, path, data, timeout_s), path, self.outage_s)
-        return decoded(path, reply, kind)
+        reply = await patiently(lambda: self._client.request(method, path, body, timeout_s), path, self.outage_s)
+        return decoded(path, reply, decoder)
 
 
 async def patiently(request: Callable[[], Awaitable[Reply]], path: str, outage_s: float) -> Reply:
-    """The first reply that is no sign of an outage. Raises ApiError(UNAVAILABLE) after ``outage_s`` or a deadline."""
-    give_up, delay = 0.0, 0.1
+    """The first reply that is no sign of an outage. Raises ApiError after ``outage_s``, a deadline, or a lasting 500.
+
+    A 500 may be the request's own fault, so it is tried again only a few times.
+    """
+    give_up, delay, tries = 0.0, 0.1, 0
     while True:
         try:
             reply = await request()
             if reply.status < 500 and reply.status != BUSY:
                 return reply
-            reason = f"status {reply.status}: {reply.body[:200]!r}"
-        except ConnectionFailed as error:
-            reason = str(error)
-        except ReplyTimeout as error:
-            raise ApiError(Fault.UNAVAILABLE, str(error), RETRY_AFTER_S) from error
+            tries += reply.status == 500
+            error = _outage(path, reply)
+        except ConnectionFailed as failure:
+            error = ApiError(Fault.UNAVAILABLE, str(failure), RETRY_AFTER_S)
+        except ReplyTimeout as failure:
+            raise ApiError(Fault.TIMEOUT, str(failure), RETRY_AFTER_S) from failure
         give_up = give_up or time.monotonic() + outage_s
-        if time.monotonic() + delay > give_up:
-            message = f"the engine did not answer {path} for {outage_s:.0f} s ({reason})"
-            raise ApiError(Fault.UNAVAILABLE, message, RETRY_AFTER_S)
+        if tries == MOST_500 or time.monotonic() + delay > give_up:
+            error.message = f"the engine did not answer {path}: {error.message}"
+            raise error
         await asyncio.sleep(delay)
         delay = min(delay * 2, 2.0)
 
 
-def decoded(path: str, reply: Reply, kind: type[T]) -> T:
+def _outage(path: str, reply: Reply) -> ApiError:
+    """What to tell the harness should this status last."""
+    fault = {BUSY: Fault.RATE_LIMITED, 503: Fault.OVERLOADED, 500: Fault.INTERNAL}.get(reply.status, Fault.UNAVAILABLE)
+    text = reply.body[:200].decode(errors="replace")
+    return ApiError(fault, f"status {reply.status}: {text}", reply.retry_after or RETRY_AFTER_S)
+
+
+def decoded(path: str, reply: Reply, decoder: msgspec.json.Decoder[T]) -> T:
     """The body of a reply. Raises ApiError for a refusal or another form."""
     if reply.status != 200:
         raise _refusal(path, reply)
     try:
-        return msgspec.json.decode(reply.body, type=kind)
+        return decoder.decode(reply.body)
     except msgspec.DecodeError as error:
         raise ApiError(Fault.INTERNAL, f"the engine's reply to {path} is not what it should be: {error}") from error
 
 
-def tool_fields(request: ChatRequest) -> dict[str, Any]:
-    """The fields by which render and derender know the tools."""
-    fields: dict[str, Any] = {"tools": request.tools} if request.tools else {}
-    if request.tools and request.tool_choice is not None:
-        fields["tool_choice"] = request.tool_choice
-    return fields
-
-
 def _sampled(reply: _Generated) -> Sampled:
     choice = reply.choices[0]
-    ids = choice.token_ids or []
-    logprobs = [entry.logprob for entry in (choice.logprobs and choice.logprobs.content) or ()]
-    finish = choice.finish_reason or "stop"
-    if finish != "abort" and (not ids or len(ids) != len(logprobs)):
-        raise ApiError(Fault.INTERNAL, f"the engine sampled {len(ids)} ids with {len(logprobs)} logprobs")
+    text = ids.inner(choice.token_ids) if choice.token_ids != NULL else b""
+    entries = (choice.logprobs and choice.logprobs.content) or []
+    logprobs = [entry.logprob for entry in entries]
+    finish, count = choice.finish_reason or "stop", ids.count(text)
+    if finish != "abort" and (not count or count != len(logprobs)):
+        raise ApiError(Fault.INTERNAL, f"the engine sampled {count} ids with {len(logprobs)} logprobs")
     spans = [(span.version, span.start, span.end) for span in choice.weight_versions or ()]
     details = reply.usage.prompt_tokens_details if reply.usage else None
     cached = (details.cached_tokens if details else None) or 0
-    return Sampled(ids, logprobs, finish, choice.stop_reason, spans, cached)
+    return Sampled(text, count, logprobs, finish, choice.stop_reason, spans, cached, _gap(entries))
+
+
+def _gap(entries: list[_Logprob]) -> float:
+    top = sorted((entry.logprob for entry in entries[0].top_logprobs), reverse=True) if entries else []
+    return top[0] - top[1] if len(top) > 1 else 0.0
 
 
 def _refusal(path: str, reply: Reply) -> ApiError:
