@@ -11,41 +11,41 @@ from hypothesis import strategies as st
 
 from pipeline.capture import journal
 from pipeline.capture.dialects.base import Answer, ToolCall
-from pipeline.capture.ids import pack, shared_prefix, unpack
+from pipeline.capture.ids import numbers, pack_floats, shared_prefix, text_of
 from pipeline.capture.journal import Answered, Closed, Counted, Delivered, Journal, Node, Opened, Policy
 from pipeline.capture.session import Session, restore
 from pipeline.capture.trace import read_trace
 
 POLICY = Policy(1.0, 10, 10, "m")
 ANSWER = Answer("a", "text", "", (), "stop", 1, 1, 0, 0)
-TOKENS = st.lists(st.integers(0, 1), min_size=1, max_size=6)
+TOKENS = st.lists(st.sampled_from([1, 11]), min_size=1, max_size=6)
 # A call: continue the sequence of an earlier call (by index; beyond the end: of none) by a suffix, and what is sampled.
 CALLS = st.lists(st.tuples(st.integers(0, 8), TOKENS, TOKENS), min_size=1, max_size=8)
 
 
 def add(session: Session, prompt: list[int], sampled: list[int], delivered: bool = True, constraint: str = "") -> Node:
-    """What the turn does with a sample."""
-    data = pack(prompt)
-    parent = session.tree.parent(data)
-    base, keep = session.tree.base(data, parent)
+    """What the turn does with a sample after a prompt that was rendered whole."""
+    text = text_of(prompt)
+    parent = session.tree.parent(text)
+    base, keep = session.tree.base(text, parent)
     node = Node(
         call_id=len(session.tree.nodes),
         parent=parent,
         base=base,
         keep=keep,
-        suffix=pack(prompt[keep:]),
-        sampled=pack(sampled),
-        logprobs=pack([0] * len(sampled)),
+        suffix=text[keep + 1 :] if keep else text,
+        sampled=text_of(sampled),
+        logprobs=pack_floats([0.0] * len(sampled)),
         versions=[("1.0", 0, len(sampled))],
         answer=ANSWER,
+        chain=text,
         constraint=constraint,
         dialect="chat",
         trainable=True,
         malformed=False,
-        seconds=0.0,
         delivered=delivered,
     )
-    session.tree.add(node)
+    session.add(node)
     return node
 
 
@@ -68,8 +68,8 @@ def test_parents_are_the_longest_prefixes_and_ids_come_back(calls: list[tuple[in
         found = len(sequences[node.parent]) if node.parent is not None else None
         assert found == (max(lengths) if lengths else None)
         assert node.parent is None or prompt[:found] == sequences[node.parent]
-        assert unpack(session.tree.prompt(node.call_id)) == prompt
-        assert unpack(session.tree.sequence(node.call_id)) == sequence
+        assert numbers(session.tree.prompt(node.call_id)) == prompt
+        assert numbers(session.tree.sequence(node.call_id)) == sequence
 
 
 @settings(max_examples=30)
@@ -91,7 +91,7 @@ def test_a_torn_journal_restores_every_whole_record(calls: list[tuple[int, list[
     if "s" in sessions:
         assert sessions["s"].started == kept
         for call_id in range(kept):
-            assert unpack(sessions["s"].tree.prompt(call_id)) == prompts[call_id]
+            assert numbers(sessions["s"].tree.prompt(call_id)) == prompts[call_id]
 
 
 def test_a_fork_stores_only_what_is_new() -> None:
@@ -99,18 +99,18 @@ def test_a_fork_stores_only_what_is_new() -> None:
     add(session, [7] * 1000, [1, 2])
     fork = add(session, [7] * 1000 + [1, 3, 4], [5])
     assert fork.parent is None and fork.base == 0
-    assert unpack(fork.suffix) == [3, 4]
+    assert numbers(fork.suffix) == [3, 4]
 
 
 def test_a_retry_finds_the_undelivered_answer_of_its_own_kind() -> None:
     session = Session("s", POLICY)
     waiting = add(session, [1, 2], [3], delivered=False)
-    assert session.tree.undelivered(pack([1, 2]), "") is waiting
-    assert session.tree.undelivered(pack([1, 2]), "forced") is None
-    assert session.tree.undelivered(pack([1]), "") is None
+    assert session.undelivered(text_of([1, 2]), "") is waiting
+    assert session.undelivered(text_of([1, 2]), "forced") is None
+    assert session.undelivered(text_of([1]), "") is None
     add(session, [1, 2, 3, 4], [5])  # the harness has seen [3]
     assert waiting.delivered
-    assert session.tree.undelivered(pack([1, 2]), "") is None
+    assert session.undelivered(text_of([1, 2]), "") is None
 
 
 def test_budget_and_tool_ids_survive_a_replay(tmp_path: Path) -> None:
@@ -134,8 +134,10 @@ def test_budget_and_tool_ids_survive_a_replay(tmp_path: Path) -> None:
     assert trace.counters == {"aborted": 2} and trace.calls[0].delivered
 
 
-@given(TOKENS, TOKENS)
-def test_shared_prefix_counts_ids(one: list[int], other: list[int]) -> None:
-    count = shared_prefix(pack(one), pack(other))
+@given(st.lists(st.integers(0, 300), max_size=6), st.lists(st.integers(0, 300), max_size=6))
+def test_shared_prefix_ends_between_ids(one: list[int], other: list[int]) -> None:
+    length = shared_prefix(text_of(one), text_of(other))
+    assert text_of(one)[:length] == text_of(other)[:length]
+    count = len(numbers(text_of(one)[:length]))
     assert one[:count] == other[:count]
     assert count == min(len(one), len(other)) or one[count] != other[count]
