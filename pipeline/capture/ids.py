@@ -19,9 +19,9 @@ def text_of(ids: Sequence[int]) -> bytes:
     return msgspec.json.encode(ids)[1:-1]
 
 
-def inner(raw: bytes) -> bytes:
+def inner(raw: msgspec.Raw) -> bytes:
     """The text of a JSON list of ids, as it came from an engine."""
-    text = bytes(raw[1:-1])
+    text = bytes(raw)[1:-1]
     return b"".join(text.split()) if b" " in text else text
 
 

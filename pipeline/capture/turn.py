@@ -219,7 +219,7 @@ class EngineTurns(Turns):
     async def _prompt(self, session: Session, request: ChatRequest, match: Match, template: Template) -> Prompt:
         """The ids to sample after: an earlier call's own where the history allows it, else rendered anew."""
         if same := session.matcher.asked(match.chain):
-            return self._again(session, request, same[0])
+            return await self._again(session, request, same[0], template)
         cause = self._obstacle(session, request, match, template)
         if not cause:
             try:
@@ -228,11 +228,13 @@ class EngineTurns(Turns):
                 cause = str(error)
         return await self._anew(session, request, match, template, cause)
 
-    def _again(self, session: Session, request: ChatRequest, call_id: int) -> Prompt:
+    async def _again(self, session: Session, request: ChatRequest, call_id: int, template: Template) -> Prompt:
         """A retry: a sibling of the call that had the same prompt."""
-        text, known = session.tree.prompt(call_id), session.tree.nodes[call_id]
-        frame = session.frames.get(_frame_key(request)) or Frame()
-        return Prompt(text, frame, known.parent, call_id, len(text))
+        key = _frame_key(request)
+        if key not in session.frames:
+            session.frames[key] = (await self._render(session, request, template)).frame
+        text = session.tree.prompt(call_id)
+        return Prompt(text, session.frames[key], session.tree.nodes[call_id].parent, call_id, len(text))
 
     def _obstacle(self, session: Session, request: ChatRequest, match: Match, template: Template) -> str:
         """Why the call's own ids may not be used; "" when nothing is in the way."""

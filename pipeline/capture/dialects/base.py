@@ -105,6 +105,7 @@ def honoured(kind: Any = Any) -> Rule:
 
 OVERRIDDEN = Rule(Use.OVERRIDDEN)
 DROPPED = Rule(Use.DROPPED)
+NULL = Raw(b"null")
 
 
 def rejected(*harmless: Any) -> Rule:
@@ -259,7 +260,7 @@ class Dialect(ABC):
             raise ApiError(Fault.INVALID, f"the body is no valid JSON object: {error}") from error
         given = Fields({}, {}, [])
         for name, value in raw.items():
-            if value != b"null":
+            if value != NULL:
                 self._place(given, name, value)
         return given
 
