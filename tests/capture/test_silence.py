@@ -67,7 +67,7 @@ def test_a_slow_stream_is_kept_alive_and_ends_well(tmp_path: Path) -> None:
 def test_a_slow_plain_answer_keeps_its_native_status(tmp_path: Path) -> None:
     async def run() -> None:
         async with serve(tmp_path / "j", outage_s=0.4) as (engine, _, url), httpx.AsyncClient() as http:
-            engine.script += [Scripted(status=500, delay_s=0.2) for _ in range(5)]
+            engine.script += [Scripted(status=503, delay_s=0.2) for _ in range(5)]
             reply = await http.post(f"{url}/chat/completions", json={"messages": MESSAGES}, headers=HEADERS)
             assert reply.status_code == 503
 
@@ -77,7 +77,7 @@ def test_a_slow_plain_answer_keeps_its_native_status(tmp_path: Path) -> None:
 def test_an_error_after_the_headers_is_an_error_for_the_sdk(tmp_path: Path) -> None:
     async def run() -> None:
         async with serve(tmp_path / "j", outage_s=0.4) as (engine, session, url):
-            engine.script += [Scripted(status=500, delay_s=0.2) for _ in range(5)]
+            engine.script += [Scripted(status=503, delay_s=0.2) for _ in range(5)]
             client = openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="k", max_retries=0)
             stream = await client.chat.completions.create(model="m", messages=MESSAGES, stream=True)  # type: ignore
             with pytest.raises(openai.APIError, match="did not answer"):

@@ -213,6 +213,7 @@ def test_an_undelivered_answer_and_the_transcript_outlive_a_shard(proxies: Proxi
         upstream = FakeUpstream()
         async with text(proxies, upstream) as proxy, proxy.session("k", send_buffer=4096) as harness:
             first = await harness.message(USER)
+            del first["refusal"]
             history = [*USER, first, {"role": "user", "content": "go on"}]
             upstream.says.append({"role": "assistant", "content": "a" * 900_000})
             deaf = deaf_client(harness.http.base_url.port, {"messages": history})

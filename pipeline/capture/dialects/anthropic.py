@@ -2,20 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+import re
+from collections.abc import Iterable, Iterator
+from itertools import groupby
 from typing import Any
 
 import msgspec
+from msgspec import Raw
 
+from pipeline.capture.canonical import ChatMessage, Item, ToolSet
 from pipeline.capture.dialects.base import (
+    DROPPED,
+    OVERRIDDEN,
     Action,
     Answer,
     ApiError,
     ChatRequest,
     Dialect,
     Fault,
+    Fields,
     ToolCall,
+    honoured,
+    inner,
     positive,
+    rejected,
     require,
     route,
     sse,
@@ -25,55 +35,115 @@ ERRORS = {
     Fault.INVALID: "invalid_request_error",
     Fault.UNAUTHORIZED: "authentication_error",
     Fault.NOT_FOUND: "not_found_error",
+    Fault.METHOD: "invalid_request_error",
+    Fault.SLOW_REQUEST: "timeout_error",
     Fault.TOO_LARGE: "request_too_large",
+    Fault.MISDIRECTED: "invalid_request_error",
     Fault.CONTEXT: "invalid_request_error",
     Fault.BUDGET: "invalid_request_error",
-    Fault.UNAVAILABLE: "overloaded_error",
+    Fault.RATE_LIMITED: "rate_limit_error",
+    Fault.OVERLOADED: "overloaded_error",
+    Fault.UNAVAILABLE: "api_error",
+    Fault.TIMEOUT: "timeout_error",
     Fault.INTERNAL: "api_error",
 }
+OUTPUT_FIELDS = {"format": honoured(dict[str, Any]), "effort": OVERRIDDEN, "task_budget": DROPPED}
+FIELDS = {
+    "model": honoured(str),
+    "messages": honoured(Raw),
+    "system": honoured(Raw),
+    "tools": honoured(Raw),
+    "tool_choice": honoured(dict[str, Any]),
+    "max_tokens": honoured(),
+    "stream": honoured(bool),
+    "output_config": inner(OUTPUT_FIELDS),
+    "output_format": honoured(dict[str, Any]),
+    **dict.fromkeys(("temperature", "top_p", "top_k", "stop_sequences", "thinking"), OVERRIDDEN),
+    **dict.fromkeys(
+        (
+            "cache_control", "metadata", "service_tier", "context_management", "container", "inference_geo", "speed",
+            "diagnostics", "billing_policy", "compaction", "fallback_credit_token", "fallbacks", "betas",
+            "user_profile_id", "workspace_id",
+        ),
+        DROPPED,
+    ),
+    "mcp_servers": rejected([]),
+    "thread": rejected(),
+}  # fmt: skip
 STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 TOOL_CHOICES = {"auto": None, "any": "required", "none": "none"}
-BILLING = "x-anthropic-billing-header"  # a client's note to its server in the system prompt, not for the model
+BILLING = re.compile(r"\Ax-anthropic-billing-header[^\n]*\n*")  # a client's note to its server, not for the model
+# Blocks of tools that Anthropic's servers run, and of state that they keep; nothing here can have made them.
+SERVER_BLOCKS = re.compile(
+    r"redacted_thinking|server_tool_use|mcp_tool_(use|listing)|\w+_tool_result|container_upload|fallback|browser_state"
+    r"|tool_(addition|removal)"
+)
+ASSISTANT_BLOCKS = ("text", "compaction", "thinking", "tool_use")
+SIGNATURE = "eW9rZQ=="  # clients throw away or rewrite a thought without one
+SAYS_ERROR = re.compile(r"error|fail|exception|exit code|denied|rejected", re.IGNORECASE)
 
 
 class Anthropic(Dialect):
-    """Blocks become messages: tool results are messages of their own, a late system message speaks as the user."""
+    """Blocks become messages: a tool result is a message of its own, a late system message stays where it is.
+
+    Within one assistant message calls follow the text, as canonical messages have it.
+    """
 
     name = "anthropic"
+    fields = FIELDS
+    ping = b'event: ping\ndata: {"type": "ping"}\n\n'
+    statuses = {Fault.OVERLOADED: 529}
     routes = (
-        route("POST", r"/v1/messages", Action.TURN),
-        route("POST", r"/v1/messages/count_tokens", Action.COUNT_TOKENS),
+        route("POST", r"(/v1)?/messages", Action.TURN),
+        route("POST", r"(/v1)?/messages/count_tokens", Action.COUNT_TOKENS),
         route("HEAD", r"/", Action.HELLO, open=True),
         route("GET", r"/api/hello", Action.HELLO, open=True),
         route("HEAD", r"/api/hello", Action.HELLO, open=True),
     )
 
-    def key(self, headers: Mapping[str, str]) -> str:
-        return headers.get("x-api-key") or super().key(headers)
+    def items(self, given: Fields) -> list[Item]:
+        require("messages" in given.values, "messages: missing")
+        messages = self.split("messages", given.get("messages"))
+        require(messages, "messages: must not be empty")
+        system = given.get("system")
+        return [Item("system", bytes(system))] * (system is not None) + messages
 
-    def parse(self, body: dict[str, Any]) -> ChatRequest:
-        wire = body.get("messages")
-        require(isinstance(wire, list) and wire, "messages: must be a non-empty list")
-        system = "\n\n".join(text for text in _texts(body.get("system")) if not text.startswith(BILLING))
-        messages = [{"role": "system", "content": system}] if system else []
-        for message in wire or ():
-            require(isinstance(message, dict), "messages: each must be an object")
-            messages += _assistant(message) if message.get("role") == "assistant" else _user(message)
-        choice = body.get("tool_choice") or {"type": "auto"}
-        require(isinstance(choice, dict), "tool_choice: must be an object")
+    def messages(self, kind: str, item: Any) -> list[ChatMessage]:
+        if kind == "system":
+            texts = [BILLING.sub("", part["text"]) for part in _parts(_blocks_of(item, "system"))]
+            text = "\n\n".join(filter(None, texts))
+            return [{"role": "system", "content": text}] if text else []
+        require(isinstance(item, dict) and item.get("role") in READERS, "messages: each must have a known role")
+        return list(READERS[item["role"]](item))
+
+    def lost(self, kind: str, item: Any) -> Iterable[str]:
+        blocks = _blocks_of(item if kind == "system" else item.get("content"), "content")
+        return [f"block_{block['type']}" for block in blocks if SERVER_BLOCKS.fullmatch(block["type"])]
+
+    def tool_set(self, tools: list[dict[str, Any]]) -> ToolSet:
+        own = [tool for tool in tools if "input_schema" in tool]
+        require(all(isinstance(tool.get("name"), str) for tool in own), "tools: a name is missing")
+        hosted = tuple(f"tool_{tool.get('type')}" for tool in tools if "input_schema" not in tool)
+        return ToolSet([_function(tool) for tool in own], dropped=hosted)
+
+    def request(self, given: Fields, path: str, query: str) -> ChatRequest:
+        choice = given.get("tool_choice", {"type": "auto"})
         return ChatRequest(
-            messages=messages,
-            model=str(body.get("model") or ""),
-            tools=_tools(body.get("tools")),
+            self,
+            [],
+            [],
+            model=given.get("model", ""),
             tool_choice=_tool_choice(choice),
+            response_format=_response_format(given.get("output_config.format") or given.get("output_format")),
             parallel_tool_calls=not choice.get("disable_parallel_tool_use"),
-            max_tokens=positive(body.get("max_tokens"), "max_tokens"),
-            stream=bool(body.get("stream")),
+            max_tokens=positive(given.get("max_tokens"), "max_tokens"),
+            stream=given.get("stream", False),
         )
 
     def answer(self, request: ChatRequest, answer: Answer) -> dict[str, Any]:
         stop = {"stop_reason": STOP_REASONS[answer.finish_reason], "stop_sequence": None}
-        return _head(request, answer) | {"content": list(_blocks(answer)), **stop, "usage": _usage(answer)}
+        content = [block for block, _ in _blocks(answer)]
+        return _head(request, answer) | {"content": content, **stop, "usage": _usage(answer)}
 
     def events(self, request: ChatRequest, answer: Answer) -> bytes:
         usage = _usage(answer)
@@ -81,8 +151,8 @@ class Anthropic(Dialect):
         events: list[dict[str, Any]] = [
             {"type": "message_start", "message": start | {"usage": usage | {"output_tokens": 0}}}
         ]
-        for index, block in enumerate(_blocks(answer)):
-            events += _block_events(index, block, answer)
+        for index, (block, deltas) in enumerate(_blocks(answer)):
+            events += _block_events(index, block, deltas)
         stop = {"stop_reason": STOP_REASONS[answer.finish_reason], "stop_sequence": None}
         events += [{"type": "message_delta", "delta": stop, "usage": usage}, {"type": "message_stop"}]
         return b"".join(sse(event, event["type"]) for event in events)
@@ -95,120 +165,200 @@ class Anthropic(Dialect):
         return sse(self.error(error), "error")
 
 
-def _texts(content: Any) -> list[str]:
-    """The texts of a string or of a list of blocks."""
+def _blocks_of(content: Any, name: str) -> list[dict[str, Any]]:
+    """The blocks of a string or of a list of blocks."""
     if content is None or isinstance(content, str):
-        return [content] if content else []
-    require(isinstance(content, list), "content: must be a string or a list of blocks")
-    return [str(block.get("text", "")) for block in _checked(content) if block.get("type") == "text"]
-
-
-def _checked(content: Any) -> Iterable[dict[str, Any]]:
-    if isinstance(content, str):
-        return [{"type": "text", "text": content}]
-    require(isinstance(content, list), "content: must be a string or a list of blocks")
-    require(all(isinstance(block, dict) for block in content), "content: each block must be an object")
+        return [{"type": "text", "text": content}] if content else []
+    require(isinstance(content, list), f"{name}: must be a string or a list of blocks")
+    typed = all(isinstance(block, dict) and isinstance(block.get("type"), str) for block in content)
+    require(typed, f"{name}: each block must be an object with a type")
     return list(content)
 
 
-def _user(message: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """A user (or late system) message: its tool results, and its runs of text, in their order."""
-    texts: list[str] = []
-    for block in _checked(message.get("content")):
-        if block.get("type") == "tool_result":
-            if texts:
-                yield {"role": "user", "content": "\n".join(texts)}
-            texts = []
-            result = "\n".join(_texts(block.get("content")))
-            yield {"role": "tool", "tool_call_id": str(block.get("tool_use_id")), "content": result}
-        else:
-            require(block.get("type") == "text", f"content: unsupported block type {block.get('type')!r}")
-            texts.append(str(block.get("text", "")))
-    if texts:
-        yield {"role": "user", "content": "\n".join(texts)}
+def _parts(blocks: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Blocks as canonical content parts, those of Anthropic's servers left out."""
+    parts: list[dict[str, Any]] = []
+    for block in blocks:
+        if not SERVER_BLOCKS.fullmatch(block["type"]):
+            require(block["type"] in PARTS, f"content: unsupported block type {block['type']!r}")
+            parts += PARTS[block["type"]](block)
+    return parts
 
 
-def _assistant(message: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    blocks = list(_checked(message.get("content")))
-    text = "".join(str(block.get("text", "")) for block in blocks if block.get("type") == "text")
-    thoughts = "".join(str(block.get("thinking", "")) for block in blocks if block.get("type") == "thinking")
-    calls = [
-        {
-            "id": str(block.get("id")),
-            "type": "function",
-            "function": {
-                "name": str(block.get("name")),
-                "arguments": msgspec.json.encode(block.get("input") or {}).decode(),
-            },
-        }
-        for block in blocks
-        if block.get("type") == "tool_use"
-    ]
-    canonical: dict[str, Any] = {"role": "assistant", "content": text or (None if calls else "")}
+def _text(block: dict[str, Any]) -> list[dict[str, Any]]:
+    text = block.get("text") or ""
+    require(isinstance(text, str), "content: a text must be a string")
+    return [{"type": "text", "text": text}]
+
+
+def _image(block: dict[str, Any]) -> list[dict[str, Any]]:
+    return [{"type": "image_url", "image_url": {"url": _url(block)}}]
+
+
+def _document(block: dict[str, Any]) -> list[dict[str, Any]]:
+    source = _source(block)
+    if source.get("type") == "text":
+        return [{"type": "text", "text": str(source.get("data"))}]
+    if source.get("type") == "content":
+        return _parts(_blocks_of(source.get("content"), "content"))
+    return [{"type": "file", "file": {"file_data": _url(block), "filename": str(block.get("title") or "document")}}]
+
+
+def _source(block: dict[str, Any]) -> dict[str, Any]:
+    source = block.get("source")
+    if not isinstance(source, dict):
+        raise ApiError(Fault.INVALID, f"content: {block['type']} needs a source")
+    return source
+
+
+def _url(block: dict[str, Any]) -> str:
+    source = _source(block)
+    if source.get("type") == "base64":
+        return f"data:{source.get('media_type')};base64,{source.get('data')}"
+    return str(source.get("url") or source.get("file_id"))
+
+
+def _search_result(block: dict[str, Any]) -> list[dict[str, Any]]:
+    head = {"type": "text", "text": f"{block.get('title')} ({block.get('source')})"}
+    return [head, *_parts(_blocks_of(block.get("content"), "content"))]
+
+
+def _compaction(block: dict[str, Any]) -> list[dict[str, Any]]:
+    return [{"type": "text", "text": str(block.get("content") or "")}]
+
+
+def _tool_reference(block: dict[str, Any]) -> list[dict[str, Any]]:
+    return [{"type": "text", "text": f"The tool {block.get('tool_name')} is available now."}]
+
+
+PARTS = {
+    "text": _text,
+    "image": _image,
+    "document": _document,
+    "search_result": _search_result,
+    "compaction": _compaction,
+    "tool_reference": _tool_reference,
+}
+
+
+def _content(parts: list[dict[str, Any]]) -> Any:
+    """Parts as one text; a list when there is more than text, for the engine to take or refuse."""
+    if all(part["type"] == "text" for part in parts):
+        return "\n".join(part["text"] for part in parts)
+    return parts
+
+
+def _user(message: dict[str, Any]) -> Iterator[ChatMessage]:
+    """A user (or late system) message: its tool results, and its runs of other blocks, in their order."""
+    blocks = _blocks_of(message.get("content"), "content")
+    if not blocks:
+        yield {"role": message["role"], "content": ""}
+    for results, run in groupby(blocks, lambda block: bool(block["type"] == "tool_result")):
+        if results:
+            yield from _results(run)
+        elif parts := _parts(run):
+            yield {"role": message["role"], "content": _content(parts)}
+
+
+def _results(blocks: Iterable[dict[str, Any]]) -> Iterator[ChatMessage]:
+    """Tool results as texts; what else they hold follows the last of them, as the user's."""
+    others: list[dict[str, Any]] = []
+    for block in blocks:
+        parts = _parts(_blocks_of(block.get("content"), "tool_result"))
+        text = "\n".join(part["text"] for part in parts if part["type"] == "text")
+        others += [part for part in parts if part["type"] != "text"]
+        if block.get("is_error") and not SAYS_ERROR.search(text):
+            text = f"Error: {text}"
+        yield {"role": "tool", "tool_call_id": str(block.get("tool_use_id") or ""), "content": text}
+    if others:
+        yield {"role": "user", "content": others}
+
+
+def _assistant(message: dict[str, Any]) -> Iterator[ChatMessage]:
+    blocks = _blocks_of(message.get("content"), "content")
+    known = [block for block in blocks if not SERVER_BLOCKS.fullmatch(block["type"])]
+    unknown = [block["type"] for block in known if block["type"] not in ASSISTANT_BLOCKS]
+    require(not unknown, f"content: unsupported block types {unknown} in an assistant message")
+    text = "".join(part["text"] for part in _parts(block for block in known if block["type"] in PARTS))
+    thoughts = "".join(str(block.get("thinking") or "") for block in known if block["type"] == "thinking")
+    calls = [_call(block) for block in known if block["type"] == "tool_use"]
+    canonical: ChatMessage = {"role": "assistant", "content": text or (None if calls else "")}
     canonical |= {"tool_calls": calls} if calls else {}
     yield canonical | ({"reasoning": thoughts} if thoughts else {})
 
 
-def _tools(tools: Any) -> list[dict[str, Any]] | None:
-    """Client tools as functions; tools that only Anthropic's own servers run have no schema and are left out."""
-    functions = [
-        {
-            "type": "function",
-            "function": {
-                "name": tool.get("name"),
-                "description": tool.get("description", ""),
-                "parameters": tool["input_schema"],
-            },
-        }
-        for tool in _checked(tools or [])
-        if "input_schema" in tool
-    ]
-    return functions or None
+READERS = {"user": _user, "system": _user, "assistant": _assistant}
+
+
+def _call(block: dict[str, Any]) -> dict[str, Any]:
+    require(isinstance(block.get("name"), str), "content: a tool_use needs a name")
+    arguments = msgspec.json.encode(block.get("input") or {}).decode()
+    function = {"name": block["name"], "arguments": arguments}
+    return {"id": str(block.get("id") or ""), "type": "function", "function": function}
+
+
+def _function(tool: dict[str, Any]) -> dict[str, Any]:
+    function = {
+        "name": tool["name"],
+        "description": tool.get("description") or "",
+        "parameters": tool["input_schema"],
+    }
+    return {"type": "function", "function": function}
 
 
 def _tool_choice(choice: dict[str, Any]) -> Any:
     if choice.get("type") == "tool":
-        return {"type": "function", "function": {"name": str(choice.get("name"))}}
+        require(isinstance(choice.get("name"), str), "tool_choice: a name is missing")
+        return {"type": "function", "function": {"name": choice["name"]}}
     require(choice.get("type") in TOOL_CHOICES, f"tool_choice: unknown type {choice.get('type')!r}")
     return TOOL_CHOICES[choice["type"]]
+
+
+def _response_format(wish: dict[str, Any] | None) -> dict[str, Any] | None:
+    if not wish:
+        return None
+    known = wish.get("type") == "json_schema" and isinstance(wish.get("schema"), dict)
+    require(known, "output_config.format: must be a json_schema with a schema")
+    return {"type": "json_schema", "json_schema": {"name": "output", "schema": wish["schema"]}}
 
 
 def _head(request: ChatRequest, answer: Answer) -> dict[str, Any]:
     return {"id": f"msg_{answer.id}", "type": "message", "role": "assistant", "model": request.model}
 
 
-def _blocks(answer: Answer) -> Iterator[dict[str, Any]]:
+def _blocks(answer: Answer) -> Iterator[tuple[dict[str, Any], list[dict[str, Any]]]]:
+    """Each block of an answer with the deltas that stream it; arguments go out as the parser gave them."""
     if answer.reasoning:
-        yield {"type": "thinking", "thinking": answer.reasoning, "signature": ""}
+        thought = {"type": "thinking", "thinking": answer.reasoning, "signature": SIGNATURE}
+        deltas = [{"type": f"{name}_delta", name: thought[name]} for name in ("thinking", "signature")]
+        yield thought, deltas
     if answer.text:
-        yield {"type": "text", "text": answer.text}
+        yield {"type": "text", "text": answer.text}, [{"type": "text_delta", "text": answer.text}]
     for call in answer.tool_calls:
-        yield {"type": "tool_use", "id": call.id, "name": call.name, "input": _input(call)}
+        block = {"type": "tool_use", "id": call.id, "name": call.name, "input": _input(call)}
+        yield block, [{"type": "input_json_delta", "partial_json": call.arguments}]
 
 
 def _input(call: ToolCall) -> dict[str, Any]:
     """A call's arguments as the object that this dialect demands."""
     try:
-        arguments = msgspec.json.decode(call.arguments)
+        arguments = msgspec.json.decode(call.arguments or "{}")
     except msgspec.DecodeError:
         arguments = None
     return arguments if isinstance(arguments, dict) else {"unparsed": call.arguments}
 
 
-def _block_events(index: int, block: dict[str, Any], answer: Answer) -> list[dict[str, Any]]:
-    """A whole block in three events; arguments go out as the parser gave them, malformed or not."""
-    kind = block["type"]
-    empty: dict[str, Any]
-    if kind == "text":
-        empty, delta = {"text": ""}, {"type": "text_delta", "text": block["text"]}
-    elif kind == "thinking":
-        empty, delta = {"thinking": ""}, {"type": "thinking_delta", "thinking": block["thinking"]}
-    else:
-        arguments = next(call.arguments for call in answer.tool_calls if call.id == block["id"])
-        empty, delta = {"input": {}}, {"type": "input_json_delta", "partial_json": arguments}
+EMPTY: dict[str, dict[str, Any]] = {
+    "text": {"text": ""},
+    "thinking": {"thinking": "", "signature": ""},
+    "tool_use": {"input": {}},
+}
+
+
+def _block_events(index: int, block: dict[str, Any], deltas: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [
-        {"type": "content_block_start", "index": index, "content_block": block | empty},
-        {"type": "content_block_delta", "index": index, "delta": delta},
+        {"type": "content_block_start", "index": index, "content_block": block | EMPTY[block["type"]]},
+        *({"type": "content_block_delta", "index": index, "delta": delta} for delta in deltas),
         {"type": "content_block_stop", "index": index},
     ]
 

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import enum
 import hashlib
+import json
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 from urllib.parse import parse_qs
@@ -90,12 +91,14 @@ class Use(enum.StrEnum):
 class Rule:
     """One row of a dialect's field table. ``kind`` is the JSON type (None is always allowed and means absent).
 
-    A REJECTED field is harmless when its value is among ``harmless``.
+    A REJECTED field is harmless when its value is among ``harmless``. The fields of an object with a table of its own
+    (``inner``) are placed one by one under dotted names.
     """
 
     use: Use
     kind: Any = Any
     harmless: tuple[Any, ...] = ()
+    inner: Mapping[str, Rule] | None = None
 
 
 def honoured(kind: Any = Any) -> Rule:
@@ -105,7 +108,6 @@ def honoured(kind: Any = Any) -> Rule:
 
 OVERRIDDEN = Rule(Use.OVERRIDDEN)
 DROPPED = Rule(Use.DROPPED)
-NULL = Raw(b"null")
 
 
 def rejected(*harmless: Any) -> Rule:
@@ -113,9 +115,14 @@ def rejected(*harmless: Any) -> Rule:
     return Rule(Use.REJECTED, Any, harmless)
 
 
+def inner(table: Mapping[str, Rule]) -> Rule:
+    """An object whose fields have rules of their own."""
+    return Rule(Use.HONOURED, dict[str, Raw], inner=table)
+
+
 @dataclass
 class Fields:
-    """A request's top-level fields after the field table was applied."""
+    """A request's fields after the field table was applied."""
 
     values: dict[str, Any]  # honoured fields that are present; those of kind Raw are still JSON text
     wishes: dict[str, Any]
@@ -245,7 +252,7 @@ class Dialect(ABC):
         require(items, "the request holds no message")
         tools = self._tool_set(given, memo)
         request = self.request(given, path, query)
-        request.items, request.atoms = items, [self._atoms(item, memo) for item in items]
+        request.items, request.atoms = items, [self._atoms(item, memo, given.dropped) for item in items]
         request.tools, request.wishes = tools, given.wishes
         request.dropped = (*given.dropped, *(tools.dropped if tools else ()))
         if tools is not None and not tools.functions:
@@ -259,15 +266,20 @@ class Dialect(ABC):
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             raise ApiError(Fault.INVALID, f"the body is no valid JSON object: {error}") from error
         given = Fields({}, {}, [])
-        for name, value in raw.items():
-            if value != NULL:
-                self._place(given, name, value)
+        self._sift(given, self.fields, raw)
         return given
 
-    def _place(self, given: Fields, name: str, value: Raw) -> None:
-        rule = self.fields.get(name, DROPPED)
-        if rule.use is Use.DROPPED:
-            given.dropped.append(name if name in self.fields else "unknown")
+    def _sift(self, given: Fields, table: Mapping[str, Rule], raw: dict[str, Raw], prefix: str = "") -> None:
+        for name, value in raw.items():
+            name = self.spelling(name)
+            if memoryview(value) != b"null":
+                self._place(given, table.get(name), prefix + name, value)
+
+    def _place(self, given: Fields, rule: Rule | None, name: str, value: Raw) -> None:
+        if rule is None or rule.use is Use.DROPPED:
+            given.dropped.append(name if rule else "unknown")
+        elif rule.inner is not None:
+            self._sift(given, rule.inner, _decoded(name, value, rule.kind), f"{name}.")
         elif rule.use is Use.HONOURED:
             given.values[name] = value if rule.kind is Raw else _decoded(name, value, rule.kind)
         elif rule.use is Use.OVERRIDDEN:
@@ -286,11 +298,13 @@ class Dialect(ABC):
             known = memo.tools[key] = self.tool_set(tools)
         return known
 
-    def _atoms(self, item: Item, memo: Memo) -> tuple[Atom, ...]:
+    def _atoms(self, item: Item, memo: Memo, dropped: list[str]) -> tuple[Atom, ...]:
         key = xxhash.xxh3_128_intdigest(item.raw) ^ (item.kind == "system")
         known = memo.atoms.get(key)
         if known is None:
-            known = memo.atoms[key] = atoms_of(self.decoded(item))
+            wire = _decoded("messages", item.raw, Any)
+            known = memo.atoms[key] = atoms_of(self.messages(item.kind, wire))
+            dropped += self.lost(item.kind, wire)
         return known
 
     def decoded(self, item: Item) -> list[ChatMessage]:
@@ -315,6 +329,14 @@ class Dialect(ABC):
         Assistant items that belong to one turn are joined later; a call or result without an id has id "" (a result
         then carries ``name``).
         """
+
+    def lost(self, kind: str, item: Any) -> Iterable[str]:
+        """What of a decoded item has no place in canonical messages; counted once, when the item is first seen."""
+        return ()
+
+    def spelling(self, name: str) -> str:
+        """A field's name as the table spells it."""
+        return name
 
     @abstractmethod
     def tool_set(self, tools: list[dict[str, Any]]) -> ToolSet:
@@ -356,7 +378,18 @@ class Dialect(ABC):
 def _decoded(name: str, value: Raw | bytes, kind: Any) -> Any:
     try:
         return msgspec.json.decode(value, type=kind)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except msgspec.ValidationError as error:
+        raise ApiError(Fault.INVALID, f"{name}: {error}") from error
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return _mended(name, value, kind)
+
+
+def _mended(name: str, value: Raw | bytes, kind: Any) -> Any:
+    """Text that a harness cut in the middle of a character (half a surrogate pair), with "?" for the half."""
+    try:
+        text = json.dumps(json.loads(bytes(value)), ensure_ascii=False, allow_nan=False)
+        return msgspec.json.decode(text.encode(errors="replace"), type=kind)
+    except (ValueError, RecursionError) as error:
         raise ApiError(Fault.INVALID, f"{name}: {error}") from error
 
 
