@@ -16,7 +16,7 @@ from pipeline.capture.dialects.base import ApiError, ChatRequest, Fault
 from pipeline.capture.journal import Journal, Node, Policy
 from pipeline.capture.session import Session
 from pipeline.capture.turn import Figures, Turns, canonical_answer, is_malformed
-from pipeline.capture.upstream import Message, decoded, patiently
+from pipeline.capture.upstream import EngineError, Message, decoded, patiently
 
 CONNECT_S = 5.0
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
@@ -53,7 +53,7 @@ class Completion(msgspec.Struct):
     def message(self) -> Message:
         """The assistant's message. Raises ApiError when there is none."""
         if not self.choices:
-            raise ApiError(Fault.INTERNAL, "the engine's reply holds no choice")
+            raise EngineError(Fault.INTERNAL, "the engine's reply holds no choice")
         message = self.choices[0].message
         return Message(message.content, message.reasoning or message.reasoning_content, message.tool_calls)
 

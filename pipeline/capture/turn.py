@@ -27,6 +27,7 @@ from pipeline.capture.upstream import (
     RETRY_AFTER_S,
     Called,
     Engine,
+    EngineError,
     Frame,
     Message,
     Rendered,
@@ -38,7 +39,6 @@ AUDITED = 0.01  # of the bridged prompts are compared with the whole history ren
 ADDED_MS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000)  # bounds of the histogram of added latency
 WEIGHTS_POLL_S = 0.5
 SAMPLES = 3  # tries of one call, when a weight sync or the engine spoils a sample
-ENGINE_FAULTS = (Fault.UNAVAILABLE, Fault.INTERNAL)
 CALL_MARKERS = (
     "<tool_call>",
     "<|tool_call_start|>",
@@ -75,9 +75,8 @@ class Turns(ABC):
             self.totals[f"dropped_{name}"] += 1
         try:
             return await self._answer(session, request)
-        except ApiError as error:
-            if error.fault in ENGINE_FAULTS:
-                self.count(session, "engine_failures")
+        except EngineError:
+            self.count(session, "engine_failures")
             raise
 
     @abstractmethod
@@ -354,14 +353,14 @@ class EngineTurns(Turns):
             self.version = max(self.version, spans[0][0], key=_order)
             self.count(session, "resampled")
             spoilt += 1
-        raise ApiError(Fault.UNAVAILABLE, f"the engine spoilt {SAMPLES} samples in a row", RETRY_AFTER_S)
+        raise EngineError(Fault.UNAVAILABLE, f"the engine spoilt {SAMPLES} samples in a row", RETRY_AFTER_S)
 
     async def _await_weights(self, session: Session, give_up: float) -> None:
         """An engine that was started again serves the weights on disk until it is given the policy's: not an answer."""
         self.count(session, "unversioned")
         if time.monotonic() > give_up:
             message = f"the engine has had no policy weights for {self.engine.outage_s:.0f} s"
-            raise ApiError(Fault.UNAVAILABLE, message, RETRY_AFTER_S)
+            raise EngineError(Fault.UNAVAILABLE, message, RETRY_AFTER_S)
         await asyncio.sleep(WEIGHTS_POLL_S)
 
     def _record(

@@ -43,6 +43,10 @@ PROMPT_TAIL = 64  # ids
 NULL = Raw(b"null")
 
 
+class EngineError(ApiError):
+    """The engine's fault, not the request's."""
+
+
 class Frame(msgspec.Struct, frozen=True):
     """What the engine derived from a rendered request and wants back with generate and derender."""
 
@@ -226,7 +230,7 @@ class Engine:
             models = await self._call("GET", "/v1/models", b"", _MODELS)
             lengths = [model.max_model_len for model in models.data if model.id == self.model and model.max_model_len]
             if not lengths:
-                raise ApiError(Fault.INTERNAL, f"the engine does not serve a model named {self.model!r}")
+                raise EngineError(Fault.INTERNAL, f"the engine does not serve a model named {self.model!r}")
             self._context = lengths[0]
         return self._context
 
@@ -288,9 +292,9 @@ async def patiently(request: Callable[[], Awaitable[Reply]], path: str, outage_s
             tries += reply.status == 500
             error = _outage(path, reply)
         except ConnectionFailed as failure:
-            error = ApiError(Fault.UNAVAILABLE, str(failure), RETRY_AFTER_S)
+            error = EngineError(Fault.UNAVAILABLE, str(failure), RETRY_AFTER_S)
         except ReplyTimeout as failure:
-            raise ApiError(Fault.TIMEOUT, str(failure), RETRY_AFTER_S) from failure
+            raise EngineError(Fault.TIMEOUT, str(failure), RETRY_AFTER_S) from failure
         give_up = give_up or time.monotonic() + outage_s
         if tries == MOST_500 or time.monotonic() + delay > give_up:
             error.message = f"the engine did not answer {path}: {error.message}"
@@ -299,11 +303,11 @@ async def patiently(request: Callable[[], Awaitable[Reply]], path: str, outage_s
         delay = min(delay * 2, 2.0)
 
 
-def _outage(path: str, reply: Reply) -> ApiError:
+def _outage(path: str, reply: Reply) -> EngineError:
     """What to tell the harness should this status last."""
     fault = {BUSY: Fault.RATE_LIMITED, 503: Fault.OVERLOADED, 500: Fault.INTERNAL}.get(reply.status, Fault.UNAVAILABLE)
     text = reply.body[:200].decode(errors="replace")
-    return ApiError(fault, f"status {reply.status}: {text}", reply.retry_after or RETRY_AFTER_S)
+    return EngineError(fault, f"status {reply.status}: {text}", reply.retry_after or RETRY_AFTER_S)
 
 
 def decoded(path: str, reply: Reply, decoder: msgspec.json.Decoder[T]) -> T:
@@ -313,7 +317,7 @@ def decoded(path: str, reply: Reply, decoder: msgspec.json.Decoder[T]) -> T:
     try:
         return decoder.decode(reply.body)
     except msgspec.DecodeError as error:
-        raise ApiError(Fault.INTERNAL, f"the engine's reply to {path} is not what it should be: {error}") from error
+        raise EngineError(Fault.INTERNAL, f"the engine's reply to {path} is not what it should be: {error}") from error
 
 
 def _sampled(reply: _Generated) -> Sampled:
@@ -323,7 +327,7 @@ def _sampled(reply: _Generated) -> Sampled:
     logprobs = [entry.logprob for entry in entries]
     finish, count = choice.finish_reason or "stop", ids.count(text)
     if finish != "abort" and (not count or count != len(logprobs)):
-        raise ApiError(Fault.INTERNAL, f"the engine sampled {count} ids with {len(logprobs)} logprobs")
+        raise EngineError(Fault.INTERNAL, f"the engine sampled {count} ids with {len(logprobs)} logprobs")
     spans = [(span.version, span.start, span.end) for span in choice.weight_versions or ()]
     details = reply.usage.prompt_tokens_details if reply.usage else None
     cached = (details.cached_tokens if details else None) or 0
@@ -338,7 +342,7 @@ def _gap(entries: list[_Logprob]) -> float:
 def _refusal(path: str, reply: Reply) -> ApiError:
     """An engine's 4xx as an error for the harness."""
     if reply.status in (401, 403):  # its words may quote the key
-        return ApiError(Fault.INTERNAL, f"the engine refused the proxy's API key ({reply.status})")
+        return EngineError(Fault.INTERNAL, f"the engine refused the proxy's API key ({reply.status})")
     try:
         message = str(msgspec.json.decode(reply.body)["error"]["message"])
     except (msgspec.DecodeError, KeyError, TypeError):
@@ -347,4 +351,4 @@ def _refusal(path: str, reply: Reply) -> ApiError:
         return ApiError(Fault.CONTEXT, message)
     if reply.status in (400, 422) and path.endswith(("/render", "/chat/completions")):
         return ApiError(Fault.INVALID, message)
-    return ApiError(Fault.INTERNAL, f"the engine refused {path} ({reply.status}): {message}")
+    return EngineError(Fault.INTERNAL, f"the engine refused {path} ({reply.status}): {message}")

@@ -106,7 +106,7 @@ class Anthropic(Dialect):
         messages = self.split("messages", given.get("messages"))
         require(messages, "messages: must not be empty")
         system = given.get("system")
-        return [Item("system", bytes(system))] * (system is not None) + messages
+        return messages if system is None else [Item("system", bytes(system)), *messages]
 
     def messages(self, kind: str, item: Any) -> list[ChatMessage]:
         if kind == "system":
