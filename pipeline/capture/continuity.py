@@ -17,7 +17,7 @@ import msgspec
 from pipeline.capture import ids
 from pipeline.capture.canonical import ChatMessage, calls_of
 from pipeline.capture.dialects.base import Answer, ApiError, Fault
-from pipeline.capture.upstream import Engine, Frame, render_fields
+from pipeline.capture.upstream import Engine, Frame
 
 SENTINELS = ("QUARTZ", "MAPLE")
 TEXT, CALL = "text", "call"
@@ -25,6 +25,7 @@ WINDOWS = {TEXT: 4, CALL: 40}  # so many ids after the sentinel may belong to th
 PROBE_TOOL = msgspec.json.encode(
     [{"type": "function", "function": {"name": "bash", "description": "run", "parameters": {"type": "object"}}}]
 )
+THOUGHT_START, THOUGHT_END = "<think>", "</think>"
 USER: ChatMessage = {"role": "user", "content": "x"}
 
 log = logging.getLogger(__name__)
@@ -44,6 +45,7 @@ class Template:
     with_tools: bool = False  # the suffix depends on the tools, so they are sent along
     late_system: str = "system"  # the role that carries a system message in the middle
     strips_after: tuple[str, ...] = ()  # roles of new messages at which earlier thoughts vanish
+    inline_thoughts: bool = False  # thoughts survive as <think> text only: the engine does not hand them on (LFM2.5)
     processed_logprobs: bool = True  # logprobs are of the distribution that was sampled from, temperature included
     verdicts: dict[str, str] = field(default_factory=dict)
 
@@ -55,17 +57,29 @@ class Template:
         return plain
 
 
-def renderable(messages: Sequence[ChatMessage], late_system: str = "system", start: bool = True) -> list[ChatMessage]:
-    """Messages as every template takes them: late system messages in a role it keeps, arguments always an object."""
+def renderable(messages: Sequence[ChatMessage], template: Template, start: bool = True) -> list[ChatMessage]:
+    """Messages as the template takes them: late system messages in a role it keeps, arguments always an object.
+
+    ``start``: the first message is the first of the conversation.
+    """
     fixed: list[ChatMessage] = []
+    late = not start
     for message in messages:
-        late = not start or any(other["role"] != "system" for other in fixed)
-        if message["role"] == "system" and late and late_system != "system":
-            message = message | {"role": late_system}
-        elif any(not _is_object(call["function"]["arguments"]) for call in calls_of(message)):
+        late = late or message["role"] != "system"
+        if message["role"] == "system" and late:
+            message = message | {"role": template.late_system}
+        if any(not _is_object(call["function"]["arguments"]) for call in calls_of(message)):
             message = message | {"tool_calls": [_with_object(call) for call in calls_of(message)]}
-        fixed.append(message)
+        fixed.append(inlined(message) if template.inline_thoughts and message.get("reasoning") else message)
     return fixed
+
+
+def inlined(message: ChatMessage) -> ChatMessage:
+    """A message with its thoughts in the text."""
+    thoughts = f"{THOUGHT_START}{message['reasoning']}{THOUGHT_END}"
+    return {k: v for k, v in message.items() if k != "reasoning"} | {
+        "content": thoughts + (message.get("content") or "")
+    }
 
 
 def _is_object(text: str) -> bool:
@@ -113,7 +127,7 @@ async def suffix(
     if sentinel is None:
         raise NoBridge("shape")
     calls = [(call.id, call.name) for call in answer.tool_calls]
-    new = renderable(aligned(messages, calls), template.late_system, start=False)
+    new = renderable(aligned(messages, calls), template, start=False)
     try:
         rendered = await engine.render([USER, shaped(calls, SENTINELS[0]), *new], fields)
     except ApiError as error:
@@ -174,8 +188,8 @@ class SelfTest:
 
     def __init__(self, engine: Engine, thinking: bool | None = None) -> None:
         self._engine = engine
-        self._plain = render_fields(None, thinking)
-        self._tooled = render_fields(PROBE_TOOL, thinking)
+        self._plain = engine.fields(None, thinking)
+        self._tooled = engine.fields(PROBE_TOOL, thinking)
         self._stops: dict[bytes, bool] = {}
         self._frame = Frame()
         self._some_prompt = b""
@@ -197,7 +211,7 @@ class SelfTest:
             template.verdicts.setdefault(name, await self._verdict(template, calls, make))
         if template.verdicts["late system"] != "ok":
             template.late_system = "user"
-        template.strips_after = tuple([role for role in ("tool", "user") if await self._strips(role)])
+        await self._thoughts(template)
         template.processed_logprobs = await self._processed()
         return template
 
@@ -279,23 +293,34 @@ class SelfTest:
             tails.append(follow)
         return "lost" if tails[0] == tails[1] else "ok"
 
-    async def _strips(self, role: str) -> bool:
+    async def _thoughts(self, template: Template) -> None:
+        """Where thoughts vanish, and whether they have to be put into the text to be kept at all."""
+        template.strips_after = tuple([role for role in ("tool", "user") if await self._strips(role, False)])
+        if "tool" in template.strips_after and not await self._strips("tool", True):
+            template.inline_thoughts = True
+            template.strips_after = tuple([role for role in ("tool", "user") if await self._strips(role, True)])
+
+    async def _strips(self, role: str, inline: bool) -> bool:
         """Whether thoughts of an assistant message vanish once a message of ``role`` follows."""
         if role == "tool":
             message, new = shaped([("call00000", "bash")], "y"), _result(0, "out")
         else:
             message, new = shaped([], "y"), USER
+        thinking = [message | {"reasoning": word} for word in SENTINELS]
         try:
-            one, two = [await self._render([USER, message | {"reasoning": word}, new]) for word in SENTINELS]
+            one, two = [await self._render([USER, inlined(m) if inline else m, new]) for m in thinking]
         except NoBridge:
             return False
         return one == two
 
     async def _processed(self) -> bool:
-        """Doubling the temperature halves the gap between the two best logprobs only when it is applied to them."""
+        """Doubling the temperature halves the gap between the two best logprobs only when it is applied to them.
+
+        Three are asked for: the sampled token may be listed beside the best two.
+        """
         gaps = []
         for temperature in (1.0, 2.0):
-            probe = {"temperature": temperature, "max_tokens": 1, "logprobs": 2}
+            probe = {"temperature": temperature, "max_tokens": 1, "logprobs": 3}
             sampled = await self._engine.generate(self._some_prompt, self._frame, probe, "selftest")
             gaps.append(sampled.gap)
         return gaps[0] < 1e-4 or gaps[1] < 0.75 * gaps[0]

@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 import msgspec
 
 from pipeline.capture import ids
-from pipeline.capture.continuity import NoBridge, SelfTest, Template, joined, renderable, suffix
+from pipeline.capture.continuity import THOUGHT_END, NoBridge, SelfTest, Template, joined, renderable, suffix
 from pipeline.capture.dialects.base import Answer, ApiError, ChatRequest, Fault, ToolCall
 from pipeline.capture.journal import Answered, Counted, Delivered, Journal, Node
 from pipeline.capture.matcher import Match
@@ -32,7 +32,6 @@ from pipeline.capture.upstream import (
     Message,
     Rendered,
     Sampled,
-    render_fields,
 )
 
 AUDITED = 0.01  # of the bridged prompts are compared with the whole history rendered
@@ -202,7 +201,7 @@ class EngineTurns(Turns):
         max_tokens = await self._room(session, request, prompt.count)
         with self._spending(session):
             sampled = await self._sample(session, prompt, max_tokens)
-            fields = render_fields(_tools(request), session.policy.thinking, request.tool_choice)
+            fields = self.engine.fields(_tools(request), session.policy.thinking, request.tool_choice)
             message = await self.engine.derender(prompt.text, prompt.frame, sampled, fields)
         engine_s += time.monotonic()
         node = self._record(session, request, match, prompt, sampled, message, template)
@@ -256,7 +255,7 @@ class EngineTurns(Turns):
         current = match.parent
         while current is not None:
             node = session.tree.nodes[current]
-            if node.answer.reasoning:
+            if node.answer.reasoning or THOUGHT_END in node.answer.text:
                 return True
             current = node.parent
         return False
@@ -293,10 +292,10 @@ class EngineTurns(Turns):
 
     async def _render(self, session: Session, request: ChatRequest, template: Template) -> Rendered:
         fields = self._fields(session, request, _tools(request))
-        return await self.engine.render(renderable(request.messages(), template.late_system), fields)
+        return await self.engine.render(renderable(request.messages(), template), fields)
 
     def _fields(self, session: Session, request: ChatRequest, tools: bytes | None) -> bytes:
-        return render_fields(tools, session.policy.thinking, request.tool_choice, request.response_format)
+        return self.engine.fields(tools, session.policy.thinking, request.tool_choice, request.response_format)
 
     def _audit(self, session: Session, request: ChatRequest, template: Template, prompt: Prompt) -> None:
         """Compare a bridged prompt with the whole history rendered, beside the answer."""

@@ -185,23 +185,6 @@ _MODELS = msgspec.json.Decoder(_Models)
 _encode = msgspec.json.Encoder().encode
 
 
-def render_fields(
-    tools: bytes | None,
-    thinking: bool | None = None,
-    tool_choice: Any = None,
-    response_format: dict[str, Any] | None = None,
-) -> bytes:
-    """The fields of a chat request beside its messages, as a piece of JSON. ``tools`` is JSON text."""
-    fields = b',"tools":%b' % tools if tools else b""
-    if tools and tool_choice is not None:
-        fields += b',"tool_choice":%b' % _encode(tool_choice)
-    if response_format:
-        fields += b',"response_format":%b' % _encode(response_format)
-    if thinking is not None:
-        fields += b',"chat_template_kwargs":%b' % _encode({"enable_thinking": thinking})
-    return fields
-
-
 class Engine:
     """One engine. Its methods raise ApiError: UNAVAILABLE after an outage, TIMEOUT, CONTEXT for a full window.
 
@@ -219,10 +202,28 @@ class Engine:
         place = urlsplit(url)
         self.model = model
         self._name = _encode(model)
-        self._extra = b"," + _encode(extra)[1:-1] if extra else b""
+        given = dict(extra or {})
+        self._kwargs: dict[str, Any] = given.pop("chat_template_kwargs", {})
+        self._extra = b"," + _encode(given)[1:-1] if given else b""
         self._client = HttpClient(place.hostname or "127.0.0.1", place.port or 80)
         self._request_timeout_s, self.outage_s = request_timeout_s, outage_s
         self._context: int | None = None
+
+    def fields(
+        self,
+        tools: bytes | None,
+        thinking: bool | None = None,
+        tool_choice: Any = None,
+        response_format: dict[str, Any] | None = None,
+    ) -> bytes:
+        """The fields of a chat request beside its messages, as a piece of JSON. ``tools`` is JSON text."""
+        fields = b',"tools":%b' % tools if tools else b""
+        if tools and tool_choice is not None:
+            fields += b',"tool_choice":%b' % _encode(tool_choice)
+        if response_format:
+            fields += b',"response_format":%b' % _encode(response_format)
+        kwargs = self._kwargs | ({} if thinking is None else {"enable_thinking": thinking})
+        return fields + (b',"chat_template_kwargs":%b' % _encode(kwargs) if kwargs else b"")
 
     async def context_length(self) -> int:
         """The window in tokens (asked once)."""
@@ -235,7 +236,7 @@ class Engine:
         return self._context
 
     async def render(self, messages: Sequence[ChatMessage], fields: bytes = b"") -> Rendered:
-        """A conversation as ids. ``fields``: see ``render_fields``. Raises ApiError(INVALID) for a refused one."""
+        """A conversation as ids. ``fields``: what ``fields`` makes. Raises ApiError(INVALID) if refused."""
         body = b'{"model":%b,"messages":%b%b%b}' % (self._name, _encode(messages), fields, self._extra)
         reply = await self._call("POST", "/v1/chat/completions/render", body, _RENDER)
         frame = Frame(reply.sampling_params, reply.reasoning_ended, reply.reasoning_parser_kwargs)
