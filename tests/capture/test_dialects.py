@@ -11,9 +11,6 @@ import pytest
 from proxy_helpers import BASH, Harness, Proxies
 from scripted_engine import Scripted, call_text, render
 
-from pipeline.capture.dialects.anthropic import Anthropic
-from pipeline.capture.dialects.base import ApiError
-
 USER: list[Any] = [{"role": "user", "content": "hello"}]
 TOOL = {"name": "bash", "description": "run", "input_schema": {"type": "object"}}
 
@@ -77,60 +74,3 @@ def test_anthropic_sdk_reads_streams_answers_and_errors(proxies: Proxies) -> Non
             assert [call.parent for call in trace.calls] == [None, 0] and trace.dialect == "anthropic"
 
     asyncio.run(run())
-
-
-def test_anthropic_blocks_become_canonical_messages() -> None:
-    request = Anthropic().parse(
-        {
-            "model": "m",
-            "system": [{"type": "text", "text": "x-anthropic-billing-header: 1"}, {"type": "text", "text": "be good"}],
-            "messages": [
-                {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},
-                {"role": "system", "content": "late"},
-                {
-                    "role": "assistant",
-                    "content": [
-                        {"type": "thinking", "thinking": "hm", "signature": ""},
-                        {"type": "tool_use", "id": "c1", "name": "bash", "input": {"c": "é"}},
-                    ],
-                },
-                {
-                    "role": "user",
-                    "content": [
-                        {"type": "tool_result", "tool_use_id": "c1", "content": [{"type": "text", "text": "out"}]},
-                        {"type": "text", "text": "go on"},
-                    ],
-                },
-            ],
-            "tools": [TOOL, {"type": "web_search_20250305", "name": "web_search"}],
-            "tool_choice": {"type": "any", "disable_parallel_tool_use": True},
-        }
-    )
-    call = {"id": "c1", "type": "function", "function": {"name": "bash", "arguments": '{"c":"é"}'}}
-    assert request.messages == [
-        {"role": "system", "content": "be good"},
-        {"role": "user", "content": "a\nb"},
-        {"role": "user", "content": "late"},
-        {"role": "assistant", "content": None, "tool_calls": [call], "reasoning": "hm"},
-        {"role": "tool", "tool_call_id": "c1", "content": "out"},
-        {"role": "user", "content": "go on"},
-    ]
-    assert request.tools and len(request.tools) == 1
-    assert request.forced and not request.parallel_tool_calls
-
-
-@pytest.mark.parametrize(
-    "body",
-    [
-        {},
-        {"messages": []},
-        {"messages": ["x"]},
-        {"messages": [{"role": "user", "content": 5}]},
-        {"messages": [{"role": "user", "content": [{"type": "image"}]}]},
-        {"messages": USER, "tool_choice": {"type": "?"}},
-        {"messages": USER, "max_tokens": -1},
-    ],
-)
-def test_anthropic_refuses_what_it_cannot_mean(body: dict[str, Any]) -> None:
-    with pytest.raises(ApiError):
-        Anthropic().parse(body)
