@@ -105,8 +105,7 @@ class Anthropic(Dialect):
         require("messages" in given.values, "messages: missing")
         messages = self.split("messages", given.get("messages"))
         require(messages, "messages: must not be empty")
-        system = given.get("system")
-        return messages if system is None else [Item("system", bytes(system)), *messages]
+        return [*given.instructions("system"), *messages]
 
     def messages(self, kind: str, item: Any) -> list[ChatMessage]:
         if kind == "system":

@@ -132,6 +132,10 @@ class Fields:
         """An honoured field."""
         return self.values.get(name, default)
 
+    def instructions(self, name: str) -> list[Item]:
+        """The item that a field of kind Raw makes when it holds the instructions; none when it is absent."""
+        return [Item("system", bytes(self.values[name]))] if name in self.values else []
+
 
 @dataclass
 class ChatRequest:
@@ -263,8 +267,8 @@ class Dialect(ABC):
         """The fields of a body, by the table. Raises ApiError(INVALID)."""
         try:
             raw = self._objects.decode(body)
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            raise ApiError(Fault.INVALID, f"the body is no valid JSON object: {error}") from error
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+            raw = self._objects.decode(_mended(body))
         given = Fields({}, {}, [])
         self._sift(given, self.fields, raw)
         return given
@@ -378,19 +382,19 @@ class Dialect(ABC):
 def _decoded(name: str, value: Raw | bytes, kind: Any) -> Any:
     try:
         return msgspec.json.decode(value, type=kind)
-    except msgspec.ValidationError as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ApiError(Fault.INVALID, f"{name}: {error}") from error
-    except (msgspec.DecodeError, UnicodeDecodeError):
-        return _mended(name, value, kind)
 
 
-def _mended(name: str, value: Raw | bytes, kind: Any) -> Any:
-    """Text that a harness cut in the middle of a character (half a surrogate pair), with "?" for the half."""
+def _mended(body: bytes) -> bytes:
+    """A JSON object in which a harness cut text in the middle of a character: "?" for half a surrogate pair."""
     try:
-        text = json.dumps(json.loads(bytes(value)), ensure_ascii=False, allow_nan=False)
-        return msgspec.json.decode(text.encode(errors="replace"), type=kind)
+        value = json.loads(body)
+        text = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     except (ValueError, RecursionError) as error:
-        raise ApiError(Fault.INVALID, f"{name}: {error}") from error
+        raise ApiError(Fault.INVALID, f"the body is no valid JSON: {error}") from error
+    require(isinstance(value, dict), "the body must be a JSON object")
+    return text.encode(errors="replace")
 
 
 def require(condition: object, message: str) -> None:
