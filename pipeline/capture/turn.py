@@ -151,13 +151,9 @@ class Prompt:
     parent: int | None
     base: int | None
     keep: int
+    count: int  # ids in the text
     bridged: bool = False
     follow: bytes = b""  # of a bridged one: the ids after the parent's turn
-
-    @property
-    def count(self) -> int:
-        """How many ids."""
-        return ids.count(self.text)
 
     @property
     def suffix(self) -> bytes:
@@ -202,7 +198,7 @@ class EngineTurns(Turns):
         with self._spending(session):
             sampled = await self._sample(session, prompt, max_tokens)
             fields = self.engine.fields(_tools(request), session.policy.thinking, request.tool_choice)
-            message = await self.engine.derender(prompt.text, prompt.frame, sampled, fields)
+            message = await self.engine.derender(prompt.text, prompt.count, prompt.frame, sampled, fields)
         engine_s += time.monotonic()
         node = self._record(session, request, match, prompt, sampled, message, template)
         node.seconds = time.monotonic() - began
@@ -231,8 +227,8 @@ class EngineTurns(Turns):
         key = _frame_key(request)
         if key not in session.frames:
             session.frames[key] = (await self._render(session, request, template)).frame
-        text = session.tree.prompt(call_id)
-        return Prompt(text, session.frames[key], session.tree.nodes[call_id].parent, call_id, len(text))
+        text, known = session.tree.prompt(call_id), session.tree.nodes[call_id]
+        return Prompt(text, session.frames[key], known.parent, call_id, len(text), known.answer.prompt_tokens)
 
     def _obstacle(self, session: Session, request: ChatRequest, match: Match, template: Template) -> str:
         """Why the call's own ids may not be used; "" when nothing is in the way."""
@@ -274,7 +270,8 @@ class EngineTurns(Turns):
         if not whole:
             self.count(session, "fork_turn_end")
         keep = len(before) if whole else len(ids.without_last(before))
-        return Prompt(text, known or frame, match.parent if whole else None, match.parent, keep, True, follow)
+        count = parent.answer.prompt_tokens + parent.answer.completion_tokens + ids.count(follow) - parent.ended
+        return Prompt(text, known or frame, match.parent if whole else None, match.parent, keep, count, True, follow)
 
     async def _anew(
         self, session: Session, request: ChatRequest, match: Match, template: Template, cause: str
@@ -288,7 +285,7 @@ class EngineTurns(Turns):
         if match.parent is not None and parent is None and cause not in ("thoughts", "root"):
             self.count(session, "drift")
         base, keep = session.tree.base(rendered.text, parent)
-        return Prompt(rendered.text, rendered.frame, parent, base, keep)
+        return Prompt(rendered.text, rendered.frame, parent, base, keep, ids.count(rendered.text))
 
     async def _render(self, session: Session, request: ChatRequest, template: Template) -> Rendered:
         fields = self._fields(session, request, _tools(request))

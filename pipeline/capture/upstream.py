@@ -254,7 +254,9 @@ class Engine:
         body = b'{"model":%b,"token_ids":[%b],%b' % (self._name, prompt, _encode(rest)[1:])
         return _sampled(await self._call("POST", "/inference/v1/generate", body, _GENERATE))
 
-    async def derender(self, prompt: bytes, frame: Frame, sampled: Sampled, fields: bytes = b"") -> Message:
+    async def derender(
+        self, prompt: bytes, prompt_tokens: int, frame: Frame, sampled: Sampled, fields: bytes = b""
+    ) -> Message:
         """The sampled ids as a message; no ids but the end token is an empty one, which the engine would refuse.
 
         The parsers look at the end of the prompt only (is a thought open?), so only that is sent.
@@ -267,7 +269,7 @@ class Engine:
             b'"prompt_token_ids":[%b]},"prompt_token_ids":[%b],"prompt_tokens":%d,'
             b'"chat_request":{"model":%b,"messages":[]%b%b}}'
         ) % (
-            self._name, sampled.finish_reason.encode(), sampled.said, end, end, ids.count(prompt), self._name, fields,
+            self._name, sampled.finish_reason.encode(), sampled.said, end, end, prompt_tokens, self._name, fields,
             self._extra,
         )  # fmt: skip
         reply = await self._call("POST", "/v1/chat/completions/derender", body, _DERENDER)
