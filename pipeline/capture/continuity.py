@@ -46,6 +46,7 @@ class Template:
     late_system: str = "system"  # the role that carries a system message in the middle
     strips_after: tuple[str, ...] = ()  # roles of new messages at which earlier thoughts vanish
     inline_thoughts: bool = False  # thoughts survive as <think> text only: the engine does not hand them on (LFM2.5)
+    parallel_calls: bool = True  # the template can express two calls in one turn
     processed_logprobs: bool = True  # logprobs are of the distribution that was sampled from, temperature included
     verdicts: dict[str, str] = field(default_factory=dict)
 
@@ -209,6 +210,7 @@ class SelfTest:
             template.verdicts["tool"] = f"no: {error}"
         for name, (calls, make) in PATTERNS.items():
             template.verdicts.setdefault(name, await self._verdict(template, calls, make))
+        template.parallel_calls = template.verdicts["two tools"] not in ("raises", "sentinel lost")
         if template.verdicts["late system"] != "ok":
             template.late_system = "user"
         await self._thoughts(template)

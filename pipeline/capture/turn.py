@@ -25,7 +25,6 @@ from pipeline.capture.matcher import Match
 from pipeline.capture.session import Session
 from pipeline.capture.upstream import (
     RETRY_AFTER_S,
-    Called,
     Engine,
     EngineError,
     Frame,
@@ -162,11 +161,16 @@ class Prompt:
 
 
 class EngineTurns(Turns):
-    """Token-in, token-out."""
+    """Token-in, token-out.
 
-    def __init__(self, engine: Engine, journal: Journal) -> None:
+    ``named_weights``: the engine must name its weights by policy versions; a name that is none means that it serves
+    weights from disk and is waited for. Otherwise (an engine that is not ours) such weights count as the present ones.
+    """
+
+    def __init__(self, engine: Engine, journal: Journal, named_weights: bool = True) -> None:
         super().__init__(journal)
         self.engine = engine
+        self._named_weights = named_weights
         self._templates: dict[bool | None, Template] = {}
         self._learning = asyncio.Lock()
         self._audits: set[asyncio.Task[None]] = set()
@@ -251,7 +255,7 @@ class EngineTurns(Turns):
         current = match.parent
         while current is not None:
             node = session.tree.nodes[current]
-            if node.answer.reasoning or THOUGHT_END in node.answer.text:
+            if node.answer.reasoning.strip() or THOUGHT_END in node.answer.text:
                 return True
             current = node.parent
         return False
@@ -340,7 +344,7 @@ class EngineTurns(Turns):
                 self.count(session, "engine_aborts")
                 spoilt += 1
                 continue
-            spans = _known_versions(sampled, salt)
+            spans = _known_versions(sampled, salt, self._named_weights)
             if spans is None:
                 await self._await_weights(session, give_up)
                 continue
@@ -382,7 +386,7 @@ class EngineTurns(Turns):
             sampled=sampled.text,
             logprobs=ids.pack_floats(sampled.logprobs),
             versions=sampled.versions,
-            answer=canonical_answer(session, call_id, request, message, figures),
+            answer=canonical_answer(session, call_id, request, message, figures, template.parallel_calls),
             chain=match.chain,
             constraint=request.constraint,
             dialect=request.dialect.name,
@@ -408,22 +412,35 @@ def _order(version: str) -> tuple[int, int]:
     return int(attempt), int(n)
 
 
-def _known_versions(sampled: Sampled, current: str) -> list[tuple[str, int, int]] | None:
-    """The engine's spans (``current`` if it tells none), or None when a name in them is no policy version."""
+def _known_versions(sampled: Sampled, current: str, named: bool) -> list[tuple[str, int, int]] | None:
+    """The engine's spans, or None when a name in them is no policy version but should be.
+
+    ``current`` stands for spans that the engine does not tell, and for other names where they are allowed.
+    """
     spans = sampled.versions or [(current, 0, sampled.count)]
     try:
         for version, _, _ in spans:
             _order(version)
     except ValueError:
-        return None
+        return None if named else [(current, start, end) for _, start, end in spans]
     return spans
 
 
 def canonical_answer(
-    session: Session, call_id: int, request: ChatRequest, message: Message, figures: Figures
+    session: Session,
+    call_id: int,
+    request: ChatRequest,
+    message: Message,
+    figures: Figures,
+    parallel_calls: bool = True,
 ) -> Answer:
-    """The canonical answer. Tool-call ids are ours, unique in the session: a replayed history is recognised by them."""
-    calls = _kept_calls(request, message)
+    """The canonical answer. Tool-call ids are ours, unique in the session: a replayed history is recognised by them.
+
+    Only the first call is kept where the request or (``parallel_calls``) the chat template takes no more.
+    """
+    calls = message.tool_calls or []
+    if not (parallel_calls and request.parallel_tool_calls):
+        calls = calls[:1]
     stop = "length" if figures.finish_reason == "length" else "stop"
     return Answer(
         id=f"{session.suffix}-{call_id}",
@@ -438,11 +455,6 @@ def canonical_answer(
         cached_tokens=figures.cached_tokens,
         created=int(time.time()),
     )
-
-
-def _kept_calls(request: ChatRequest, message: Message) -> list[Called]:
-    calls = message.tool_calls or []
-    return calls if request.parallel_tool_calls else calls[:1]
 
 
 def is_malformed(request: ChatRequest, message: Message) -> bool:

@@ -214,7 +214,7 @@ def test_a_retry_is_a_sibling_with_the_same_prompt_and_needs_no_render(tmp_path:
             await talk.run_tool(1)
             rendered = len(talk.engine.rendered)
             talk.history = before
-            again = await talk.run_tool(2)
+            again = await talk.run_tool(1, _call(2))
             assert len(talk.engine.rendered) == rendered
             assert again.parent == 0 and talk.session.tree.prompt(2) == talk.session.tree.prompt(1)
             assert [row.trained_tokens > 0 for row in rows(talk.trace())] == [True, True]
@@ -232,7 +232,7 @@ def test_changed_arguments_under_our_id_are_taken_and_counted(tmp_path: Path) ->
             talk.history[-1]["tool_calls"][0] |= {"id": "theirs"}
             talk.history[-1]["tool_calls"][0]["function"] |= {"arguments": '{"command": "rm"}'}
             third = await talk.run_tool(2)
-            assert third.parent is None, "without our id other arguments are another answer"
+            assert third.parent == 0, "without our id other arguments are another answer, which follows the first"
 
     asyncio.run(run())
 
