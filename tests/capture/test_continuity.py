@@ -30,6 +30,11 @@ USER = {"role": "user", "content": "hello"}
 SYSTEM = {"role": "system", "content": "late news"}
 
 
+@pytest.fixture(autouse=True)
+def no_audit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(turn, "AUDITED", 0.0)
+
+
 class Talk:
     """A conversation with the turns, without HTTP. Every answer counts as delivered."""
 
