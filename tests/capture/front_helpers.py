@@ -111,14 +111,6 @@ def running(engine_url: str, directory: Path, *flags: str, **environment: str) -
         process.wait(10)
 
 
-def refused(*flags: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    """`yoke proxy` that should not start."""
-    command = [sys.executable, "-m", "pipeline", "proxy", *flags]
-    return subprocess.run(
-        command, capture_output=True, text=True, timeout=30, cwd=ROOT, env=os.environ | environment
-    )
-
-
 def _ready_url(process: subprocess.Popen[str], log: Path) -> str:
     lines: queue.Queue[str] = queue.Queue()
     assert process.stdout is not None
