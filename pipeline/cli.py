@@ -5,6 +5,7 @@ A wrong setting ends here: one line, exit code 2.
 
 from __future__ import annotations
 
+import importlib
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -21,6 +22,7 @@ import pipeline
 from pipeline.config import Config, UserError
 
 CONFIG_DIR = Path(pipeline.__file__).parents[1] / "conf"
+JOBS_MODULE = "pipeline.launch.jobs"
 ASSETS = Path(pipeline.__file__).parent / "assets"
 
 
@@ -29,7 +31,8 @@ class Job:
     """One word after `yoke`: what it does, and the function, imported only when it is asked for."""
 
     summary: str
-    function: str  # module:function taking a Config and returning an exit code
+    function: str  # takes a Config and returns an exit code; of JOBS_MODULE unless it is module:function
+    group: str = ""  # the configuration group that `--some-key value` means
 
 
 JOBS: dict[str, Job] = {
@@ -42,6 +45,11 @@ JOBS: dict[str, Job] = {
     "collect": Job("record a scripted teacher's rollouts through the real harness", "collect"),
     "sft": Job("warm start: supervised learning on what `yoke collect` recorded", "sft"),
     "report": Job("write results.json, the table and the learning curve of a run again", "report"),
+    "proxy": Job(
+        "the capture proxy by itself: --llm-url http://host:8000 (docs/capture.md)",
+        "pipeline.capture.proxy:run",
+        "proxy",
+    ),
     "check": Job("look at every setting and every task without starting anything", "check"),
 }
 
@@ -120,10 +128,35 @@ def _run(given: list[str]) -> int:
     if "--help" in given or "-h" in given:
         print(f"yoke {given[0]}: {job.summary}\n\n{usage()}")
         return 0
+    words = [word for word in given[1:] if word != "--cfg"]
+    overrides = flags_as_overrides(words, job.group) if job.group else words
     if "--cfg" in given:
-        print(OmegaConf.to_yaml(_compose_or_complain([word for word in given[1:] if word != "--cfg"])), end="")
+        print(OmegaConf.to_yaml(_compose_or_complain(overrides)), end="")
         return 0
-    return _function(job)(compose_config(given[1:]))
+    return _function(job)(compose_config(overrides))
+
+
+def flags_as_overrides(words: Sequence[str], group: str) -> list[str]:
+    """``--some-key value`` and ``--some-key=value`` as ``group.some_key=value``; other words as they are.
+
+    Raises UserError for a flag without a value.
+    """
+    overrides = []
+    rest = iter(words)
+    for word in rest:
+        if word.startswith("--"):
+            name, equals, value = word[2:].partition("=")
+            if not equals and (value := next(rest, "--")).startswith("--"):
+                raise UserError(f"{word} needs a value")
+            word = f"{group}.{name.replace('-', '_')}={_quoted(value)}"
+        overrides.append(word)
+    return overrides
+
+
+def _quoted(value: str) -> str:
+    """A value that Hydra takes literally, whatever characters it has."""
+    escaped = value.replace("\\", "\\\\").replace("'", "\\'")
+    return value if value in ("null", "true", "false") else f"'{escaped}'"
 
 
 def _compose_or_complain(overrides: Sequence[str]) -> DictConfig:
@@ -134,7 +167,6 @@ def _compose_or_complain(overrides: Sequence[str]) -> DictConfig:
 
 
 def _function(job: Job) -> Callable[[Config], int]:
-    from pipeline.launch import jobs
-
-    function: Callable[[Config], int] = getattr(jobs, job.function)
+    module, _, name = job.function.rpartition(":")
+    function: Callable[[Config], int] = getattr(importlib.import_module(module or JOBS_MODULE), name)
     return function

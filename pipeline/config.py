@@ -200,6 +200,24 @@ class SftConfig:
 
 
 @dataclass
+class ProxyConfig:
+    """The capture proxy by itself (`yoke proxy`)."""
+
+    llm_url: str | None = None
+    model: str | None = None  # null = ask the upstream
+    mode: str = "engine"  # engine | text
+    host: str = "127.0.0.1"
+    port: int = 18701  # of the session API
+    shards: int = 2
+    dir: str | None = None  # null = runs/proxy-PORT
+    admin_key: str | None = None
+    request_timeout_s: float = 600.0
+    outage_s: float = 60.0
+    drain_s: float = 30.0
+    sampling: SessionPolicy = field(default_factory=SessionPolicy)
+
+
+@dataclass
 class StageConfig:
     """For a stage that is run by itself."""
 
@@ -229,6 +247,7 @@ class Config:
     logging: LoggingConfig = field(default_factory=LoggingConfig)
     collect: CollectConfig = field(default_factory=CollectConfig)
     sft: SftConfig = field(default_factory=SftConfig)
+    proxy: ProxyConfig = field(default_factory=ProxyConfig)
     stage: StageConfig = field(default_factory=StageConfig)
     experiment: Any = None
 

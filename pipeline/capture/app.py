@@ -1,4 +1,4 @@
-"""What one session's listener serves: a bare ASGI application with the dialects' routes, and the delivery of answers.
+"""What a listener serves: a bare ASGI application with the dialects' routes, and the delivery of answers.
 
 Silence rules: what can fail runs before the headers; they wait for the answer for up to ``HEADERS_AFTER_S``, so that
 native status codes stay possible, and then a stream starts with pings.
@@ -9,13 +9,15 @@ from __future__ import annotations
 import asyncio
 import hmac
 import logging
+import re
+import secrets
 import zlib
-from collections.abc import Awaitable, Callable
+from abc import ABC, abstractmethod
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 import msgspec
 import zstandard
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from pipeline.capture import dialects
 from pipeline.capture.dialects.base import (
@@ -24,18 +26,19 @@ from pipeline.capture.dialects.base import (
     ChatRequest,
     Dialect,
     Fault,
+    Route,
     agent_of,
     api_key,
     require,
 )
 from pipeline.capture.journal import Node
+from pipeline.capture.listener import Connection
 from pipeline.capture.session import Session
 from pipeline.capture.turn import Turns
 
 BODY_CAP = 64 * 2**20  # bytes, before and after decompression
 HEADERS_AFTER_S = 20.0
 PING_EVERY_S = 10.0
-DRAIN_S = 30.0  # a client that does not read an answer for so long did not get it
 JSON, EVENTS = b"application/json", b"text/event-stream"
 
 log = logging.getLogger(__name__)
@@ -44,25 +47,6 @@ Message = dict[str, Any]
 
 class ClientLeft(Exception):
     """The client closed the connection."""
-
-
-class Connection(HttpToolsProtocol):
-    """uvicorn's protocol, which also lets an application see whether its bytes left."""
-
-    lost = False
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        self.lost = True
-        super().connection_lost(exc)
-
-    async def drained(self) -> bool:
-        """Whether everything written went to a live connection."""
-        await asyncio.sleep(0)  # a leave that the kernel already knows of is seen first
-        for _ in range(int(DRAIN_S / 0.02)):
-            if self.lost or self.transport.get_write_buffer_size() == 0:
-                break
-            await asyncio.sleep(0.02)
-        return not self.lost and self.transport.get_write_buffer_size() == 0
 
 
 class Exchange:
@@ -77,6 +61,12 @@ class Exchange:
         self.headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
         self.connection: Connection = scope["state"]["connection"]
         self._receive, self._send = receive, send
+
+    @property
+    def host(self) -> str:
+        """The host name by which the client reached us."""
+        found = re.match(r"\[[^\]]*\]|[^:]*", self.headers.get("host", ""))
+        return (found and found[0]) or "127.0.0.1"
 
     async def body(self) -> bytes:
         """The decompressed body. Raises ApiError(TOO_LARGE | INVALID) or ClientLeft."""
@@ -122,11 +112,15 @@ class Exchange:
         await self.reply(dialect.status(error), dialect.error(error), *headers)
 
 
-class SessionApp:
-    """The ASGI application of one session: nobody else's key is known here."""
+class CaptureApp(ABC):
+    """The ASGI application of a listener. Whose session a request is of is left to ``find``."""
 
-    def __init__(self, session: Session, turns: Turns) -> None:
-        self._session, self._turns = session, turns
+    def __init__(self, turns: Turns) -> None:
+        self._turns = turns
+
+    @abstractmethod
+    def find(self, key: str, exchange: Exchange) -> Session:
+        """The session whose key this is. Raises ApiError."""
 
     async def __call__(
         self, scope: Message, receive: Callable[[], Awaitable[Any]], send: Callable[[Any], Awaitable[None]]
@@ -134,52 +128,51 @@ class SessionApp:
         exchange = Exchange(scope, receive, send)
         dialect, route = dialects.find(exchange.method, exchange.path)
         try:
-            if route is None or not route.open:
-                self._authorise(dialect, exchange)
-            if route is None:
-                raise ApiError(Fault.NOT_FOUND, f"no such route: {exchange.method} {exchange.path}")
-            await self._act(dialect, route.action, exchange)
+            await self._serve(dialect, route, exchange)
         except ApiError as error:
             self._turns.totals[f"status_{dialect.status(error)}"] += 1
             await exchange.fail(dialect, error)
         except ClientLeft:
             self._turns.totals["left_early"] += 1
 
-    def _authorise(self, dialect: Dialect, exchange: Exchange) -> None:
-        key = api_key(exchange.headers, exchange.query)
-        if not hmac.compare_digest(key.encode(), self._session.id.encode()):
-            raise ApiError(Fault.UNAUTHORIZED, "unknown API key")
-
-    async def _act(self, dialect: Dialect, action: Action, exchange: Exchange) -> None:
-        if action is Action.HELLO:
+    async def _serve(self, dialect: Dialect, route: Route | None, exchange: Exchange) -> None:
+        if route is not None and route.open:
             await exchange.reply(200, {})
-        elif action is Action.MODELS:
-            await exchange.reply(200, dialect.models(self._session.policy.model_name))
+            return
+        session = self.find(api_key(exchange.headers, exchange.query), exchange)
+        if route is None:
+            raise ApiError(Fault.NOT_FOUND, f"no such route: {exchange.method} {exchange.path}")
+        await self._act(dialect, route.action, session, exchange)
+
+    async def _act(self, dialect: Dialect, action: Action, session: Session, exchange: Exchange) -> None:
+        if action is Action.MODELS:
+            await exchange.reply(200, dialect.models(session.policy.model_name))
         else:
-            request = dialect.parse(await exchange.body(), self._session.memo, exchange.path, exchange.query)
+            request = dialect.parse(await exchange.body(), session.memo, exchange.path, exchange.query)
             request.agent = agent_of(exchange.headers)
             if action is Action.COUNT_TOKENS:
-                tokens = await self._turns.prompt_tokens(self._session, request)
+                tokens = await self._turns.prompt_tokens(session, request)
                 await exchange.reply(200, dialect.token_count(tokens))
             else:
-                await self._turn(dialect, request, exchange)
+                await self._turn(dialect, session, request, exchange)
 
-    async def _turn(self, dialect: Dialect, request: ChatRequest, exchange: Exchange) -> None:
+    async def _turn(self, dialect: Dialect, session: Session, request: ChatRequest, exchange: Exchange) -> None:
         """Answer while watching the client; a client that leaves cancels the answer, which aborts it in the engine."""
-        turn = asyncio.create_task(self._turns.answer(self._session, request))
-        self._session.turns.add(turn)
+        turn = asyncio.create_task(self._turns.answer(session, request))
+        session.turns.add(turn)
         gone = asyncio.create_task(exchange.left())
         try:
-            await self._deliver(dialect, request, exchange, turn, gone)
+            await self._deliver(dialect, session, request, exchange, turn, gone)
         finally:
             gone.cancel()
             turn.cancel()
             await asyncio.wait((turn, gone))
-            self._session.turns.discard(turn)
+            session.turns.discard(turn)
 
     async def _deliver(
         self,
         dialect: Dialect,
+        session: Session,
         request: ChatRequest,
         exchange: Exchange,
         turn: asyncio.Task[Node],
@@ -205,7 +198,7 @@ class SessionApp:
             return
         await self._send(dialect, request, exchange, node, streaming)
         if await exchange.connection.drained():
-            self._turns.delivered(self._session, node)
+            self._turns.delivered(session, node)
 
     async def _send(
         self, dialect: Dialect, request: ChatRequest, exchange: Exchange, node: Node, streaming: bool
@@ -229,6 +222,48 @@ class SessionApp:
         log.error("a turn failed", exc_info=error)
         self._turns.totals["internal_errors"] += 1
         raise ApiError(Fault.INTERNAL, "the capture proxy failed; see its log")
+
+
+class SessionApp(CaptureApp):
+    """One session's listener: nobody else's key is known here."""
+
+    def __init__(self, session: Session, turns: Turns) -> None:
+        super().__init__(turns)
+        self._session = session
+
+    def find(self, key: str, exchange: Exchange) -> Session:
+        if not hmac.compare_digest(key.encode(), self._session.id.encode()):
+            raise ApiError(Fault.UNAUTHORIZED, "unknown API key")
+        return self._session
+
+
+class SharedApp(CaptureApp):
+    """A shard's listener for all its sessions. ``ports`` are those of all shards, this one's among them."""
+
+    def __init__(self, sessions: Mapping[str, Session], turns: Turns, index: int, ports: Sequence[int]) -> None:
+        super().__init__(turns)
+        self._sessions, self._index, self._ports = sessions, index, ports
+
+    def find(self, key: str, exchange: Exchange) -> Session:
+        session = self._sessions.get(key)
+        if session is not None:
+            return session
+        shard = shard_of(key)
+        if shard is None or shard == self._index or shard >= len(self._ports):
+            raise ApiError(Fault.UNAUTHORIZED, "unknown API key")
+        url = f"http://{exchange.host}:{self._ports[shard]}"
+        raise ApiError(Fault.MISDIRECTED, f"this key belongs to another shard of the proxy: its base URL is {url}")
+
+
+def new_key(shard: int) -> str:
+    """An API key, which is a session's id, that names its shard."""
+    return f"yk{shard}-{secrets.token_hex(12)}"
+
+
+def shard_of(key: str) -> int | None:
+    """The shard that a key names."""
+    found = re.match(r"yk(\d{1,4})-", key)
+    return int(found[1]) if found else None
 
 
 def decompress(data: bytes, encoding: str) -> bytes:

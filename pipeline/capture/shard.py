@@ -21,50 +21,21 @@ from typing import Any
 import msgspec
 import uvicorn
 import uvloop
-from uvicorn.server import ServerState
 
 from pipeline.capture import journal as records
-from pipeline.capture.app import Connection, SessionApp
+from pipeline.capture.app import SessionApp, SharedApp
 from pipeline.capture.control import UPSTREAM_KEY, UPSTREAMS, Channel
 from pipeline.capture.journal import Closed, Journal, Opened, Policy
+from pipeline.capture.listener import KEEP_ALIVE_S, Listener
 from pipeline.capture.session import Session, file_name, restore
 from pipeline.capture.turn import EngineTurns, Turns
 from pipeline.capture.upstream import Engine
 
-KEEP_ALIVE_S = 3600  # harnesses idle as long as their tools run
 REWRITE_BYTES = 256 * 2**20  # the journal drops closed sessions when it has grown by so much
 CLOSE_S = 5.0  # aborted turns of a closing session get so long to end
 IGNORED_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 
 log = logging.getLogger(__name__)
-
-
-class Listener:
-    """The server on one session's listening socket."""
-
-    def __init__(self, server: asyncio.Server, state: ServerState) -> None:
-        self._server, self._state = server, state
-
-    @classmethod
-    async def open(cls, listener: socket.socket, app: SessionApp, config: uvicorn.Config) -> Listener:
-        """Serve an app on a socket that already listens."""
-        state = ServerState()
-        loop = asyncio.get_running_loop()
-
-        def connect() -> Connection:
-            connection = Connection(config, state, {}, loop)
-            connection.app = app
-            connection.app_state["connection"] = connection
-            return connection
-
-        listener.setblocking(False)
-        return cls(await loop.create_server(connect, sock=listener), state)
-
-    def close(self) -> None:
-        """Stop listening and drop every connection."""
-        self._server.close()
-        for connection in list(self._state.connections):
-            connection.transport.abort()
 
 
 class Shard:
@@ -82,13 +53,21 @@ class Shard:
             date_header=False, timeout_keep_alive=KEEP_ALIVE_S,
         )  # fmt: skip
         self._orders: set[asyncio.Task[None]] = set()
+        self._handlers: dict[str, Callable[[dict[str, Any], list[int]], Coroutine[Any, Any, dict[str, Any]]]] = {
+            "listen": self._listen,
+            "open": self._open,
+            "close": self._close,
+            "describe": self._describe,
+            "snapshot": self._snapshot,
+            "version": self._version,
+            "ping": self._ping,
+        }
         self.ended = asyncio.Event()
         self._channel = Channel(control, self._order, self.ended.set)
         self._channel.send({"ready": True, "sessions": len(self._sessions)})
 
     def _order(self, message: dict[str, Any], fds: list[int]) -> None:
-        handlers = {"open": self._open, "close": self._close, "version": self._version, "ping": self._ping}
-        task = asyncio.ensure_future(self._obey(message["id"], handlers[message["op"]](message, fds)))
+        task = asyncio.ensure_future(self._obey(message["id"], self._handlers[message["op"]](message, fds)))
         self._orders.add(task)
         task.add_done_callback(self._orders.discard)
 
@@ -100,19 +79,24 @@ class Shard:
             reply = {"ok": False, "error": repr(error)}
         self._channel.send({"id": order_id, **reply})
 
+    async def _listen(self, message: dict[str, Any], fds: list[int]) -> dict[str, Any]:
+        """Serve all sessions without a listener of their own on one socket."""
+        app = SharedApp(self._sessions, self._turns, message["index"], message["ports"])
+        self._shared = await Listener.open(socket.socket(fileno=fds[0]), app, self._config)
+        return {}
+
     async def _open(self, message: dict[str, Any], fds: list[int]) -> dict[str, Any]:
         """Open a session, or take up one that the journal or an earlier order already opened."""
-        listener = socket.socket(fileno=fds[0])
         session_id = message["session"]
-        if session_id in self._listeners:
-            listener.close()
-            return {}
         if session_id not in self._sessions:
             policy = msgspec.convert(message["policy"], Policy)
             self._journal.append(Opened(session_id, policy))
             self._sessions[session_id] = Session(session_id, policy)
-        app = SessionApp(self._sessions[session_id], self._turns)
-        self._listeners[session_id] = await Listener.open(listener, app, self._config)
+        if fds and session_id in self._listeners:
+            os.close(fds[0])
+        elif fds:
+            app = SessionApp(self._sessions[session_id], self._turns)
+            self._listeners[session_id] = await Listener.open(socket.socket(fileno=fds[0]), app, self._config)
         return {}
 
     async def _close(self, message: dict[str, Any], fds: list[int]) -> dict[str, Any]:
@@ -126,6 +110,8 @@ class Shard:
             return {"trace": str(path)}
         if listener := self._listeners.pop(session_id, None):
             listener.close()
+        for turn in session.turns:
+            turn.cancel()
         if session.turns:
             await asyncio.wait(session.turns, timeout=CLOSE_S)
         records.write(path, session.records())
@@ -133,6 +119,18 @@ class Shard:
         del self._sessions[session_id]
         self._shrink()
         return {"trace": str(path)}
+
+    async def _describe(self, message: dict[str, Any], fds: list[int]) -> dict[str, Any]:
+        """What the named sessions have done so far; sessions that are not here are left out."""
+        known = (self._sessions.get(session_id) for session_id in message["sessions"])
+        return {"sessions": {session.id: summary(session) for session in known if session}}
+
+    async def _snapshot(self, message: dict[str, Any], fds: list[int]) -> dict[str, Any]:
+        """Write the trace so far of a session that goes on."""
+        session = self._sessions[message["session"]]
+        path = self._directory / f"{file_name(session.id)}.{message['id']}.snapshot"
+        await asyncio.to_thread(records.write, path, list(session.records()))
+        return {"trace": str(path), "summary": summary(session)}
 
     def _shrink(self) -> None:
         """Drop the records of closed sessions once they are worth it."""
@@ -148,6 +146,20 @@ class Shard:
         in_flight = sum(len(session.turns) for session in self._sessions.values())
         figures = {"sessions": len(self._sessions), "in_flight": in_flight, "journal_bytes": self._journal.size}
         return {"stats": {**figures, **self._turns.totals}}
+
+
+def summary(session: Session) -> dict[str, Any]:
+    """The figures of one session."""
+    nodes = session.tree.nodes
+    return {
+        "calls": len(nodes),
+        "delivered": sum(node.delivered for node in nodes),
+        "prompt_tokens": sum(node.answer.prompt_tokens for node in nodes),
+        "sampled_tokens": sum(node.answer.completion_tokens for node in nodes),
+        "in_flight": len(session.turns),
+        "counters": dict(session.counters),
+        "dialect": session.dialect,
+    }
 
 
 async def _no_app(scope: Any, receive: Any, send: Any) -> None:

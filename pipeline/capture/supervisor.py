@@ -12,7 +12,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ SILENT_S = 10.0  # a shard that says nothing for so long is killed
 START_S = 30.0
 STOP_S = 5.0
 MOST_BACKOFF_S = 5.0
+DESCRIBED = 100  # sessions in one message to a shard
 
 log = logging.getLogger(__name__)
 
@@ -43,14 +44,22 @@ class _Open:
     """What a replacement shard needs to take a session up."""
 
     policy: dict[str, Any]
-    listener: socket.socket
+    listener: socket.socket | None  # None: the shard's shared one
 
 
 class _Shard:
     """One shard's process, as the supervisor sees it; the process may be a later one than before."""
 
-    def __init__(self, index: int, command: Sequence[str], journal: Path, environment: dict[str, str]) -> None:
+    def __init__(
+        self,
+        index: int,
+        command: Sequence[str],
+        journal: Path,
+        environment: dict[str, str],
+        listener: socket.socket | None = None,
+    ) -> None:
         self.index = index
+        self.listener = listener
         self.sessions: dict[str, _Open] = {}
         self.ready = asyncio.Event()
         self.gone = asyncio.Event()
@@ -142,10 +151,12 @@ class ShardSupervisor:
         outage_s: float = 60.0,
         upstream: str = "engine",
         upstream_key: str | None = None,
+        listeners: Sequence[socket.socket] = (),
     ) -> None:
         """``upstream="text"``: ``engine_url`` is the base URL of any Chat Completions API that serves ``model_name``.
 
         Its API key is ``upstream_key``, else the environment's YOKE_UPSTREAM_KEY. Its traces hold text, no ids.
+        ``listeners``: a listening socket a shard, for sessions that bring none of their own.
         """
         if upstream not in control.UPSTREAMS:
             raise ValueError(f"upstream={upstream!r} is none of {control.UPSTREAMS}")
@@ -155,7 +166,9 @@ class ShardSupervisor:
         command += ["--request-timeout", str(request_timeout_s), "--outage", str(outage_s), "--upstream", upstream]
         environment = _environment() | ({control.UPSTREAM_KEY: upstream_key} if upstream_key else {})
         journals = [self._directory / f"shard-{i}.journal" for i in range(shards)]
-        self._shards = [_Shard(i, command, journal, environment) for i, journal in enumerate(journals)]
+        shared = [*listeners, *[None] * (shards - len(listeners))]
+        self._ports = [listener.getsockname()[1] for listener in listeners]
+        self._shards = [_Shard(i, command, journals[i], environment, shared[i]) for i in range(shards)]
         self._homes: dict[str, _Shard] = {}
         self._version = PolicyVersion(0, 0)
         self._keepers: list[asyncio.Task[None]] = []
@@ -175,48 +188,81 @@ class ShardSupervisor:
         await asyncio.gather(*(shard.kill(STOP_S) for shard in self._shards))
         for shard in self._shards:
             for session in shard.sessions.values():
-                session.listener.close()
+                if session.listener is not None:
+                    session.listener.close()
             shard.sessions.clear()
         self._homes.clear()
+
+    def least_loaded(self) -> int:
+        """The shard that has the fewest sessions."""
+        return min(self._shards, key=lambda shard: len(shard.sessions)).index
 
     async def open_session(
         self,
         session_id: str,
         policy: SessionPolicy,
-        listener: socket.socket,
+        listener: socket.socket | None = None,
         model_name: str | None = None,
         deadline_s: float = 30.0,
+        shard: int | None = None,
     ) -> None:
         """Serve a session on a listening socket, of which a duplicate is kept. The session id is its API key.
 
-        Raises CaptureError when the id is taken or no shard answers in time.
+        Without a listener it is served on the shared one of ``shard`` (None: the least loaded). A session that a shard
+        still has from before is taken up again. Raises CaptureError when the id is taken or no shard answers in time.
         """
         if session_id in self._homes:
             raise CaptureError("a session with this id is open")
-        shard = min(self._shards, key=lambda shard: len(shard.sessions))
-        terms = {
-            "temperature": policy.temperature,
-            "max_tokens": policy.max_tokens,
-            "max_calls": policy.max_calls,
-            "model_name": model_name or self._model_name,
-        }
-        self._homes[session_id] = shard
-        shard.sessions[session_id] = _Open(terms, listener.dup())
+        home = self._shards[self.least_loaded() if shard is None else shard]
+        terms = asdict(policy) | {"model_name": model_name or self._model_name}
+        self._homes[session_id] = home
+        home.sessions[session_id] = _Open(terms, listener.dup() if listener else None)
         try:
-            await self._in_time(self._ask(shard, session_id), deadline_s, "a shard to open a session")
+            await self._in_time(self._ask(home, session_id), deadline_s, "a shard to open a session")
         except (CaptureError, asyncio.CancelledError):
             self._forget(session_id)
             raise
 
     async def close_session(self, session_id: str, deadline_s: float = 30.0) -> Trace:
         """End a session: aborts its calls in flight, frees its memory and returns its trace. Raises CaptureError."""
-        shard = self._homes.get(session_id)
-        if shard is None:
-            raise CaptureError("no session with this id is open")
-        message = {"op": "close", "session": session_id}
-        reply = await self._in_time(self._insist(shard, message), deadline_s, "a shard to close a session")
+        return await asyncio.to_thread(_take_trace, await self.end_session(session_id, deadline_s))
+
+    async def end_session(self, session_id: str, deadline_s: float = 30.0) -> Path:
+        """The same, but returns the trace file, which is left to the caller. Raises CaptureError."""
+        shard = self._home(session_id)
+        reply = await self._order(shard, {"op": "close", "session": session_id}, deadline_s, "to close a session")
         self._forget(session_id)
-        return await asyncio.to_thread(_take_trace, Path(reply["trace"]))
+        return Path(reply["trace"])
+
+    async def finish_session(self, session_id: str, shard: int, deadline_s: float = 30.0) -> None:
+        """End a session that a shard may still have from before, and nobody takes up again. Raises CaptureError."""
+        order = {"op": "close", "session": session_id}
+        await self._order(self._shards[shard], order, deadline_s, "to close a session")
+
+    async def in_flight(self) -> int:
+        """Calls that are being answered right now. Raises CaptureError."""
+        orders = (self._order(shard, {"op": "ping"}, START_S, "to answer") for shard in self._shards)
+        return sum(reply["stats"]["in_flight"] for reply in await asyncio.gather(*orders))
+
+    async def snapshot(self, session_id: str, deadline_s: float = 30.0) -> Path:
+        """A file with the trace so far of an open session, left to the caller. Raises CaptureError."""
+        order = {"op": "snapshot", "session": session_id}
+        reply = await self._order(self._home(session_id), order, deadline_s, "to write a trace")
+        return Path(reply["trace"])
+
+    async def describe(self, session_ids: Sequence[str], deadline_s: float = 30.0) -> dict[str, dict[str, Any]]:
+        """Figures of those of these sessions that are open, by session. Raises CaptureError."""
+        homes: dict[_Shard, list[str]] = {}
+        for session_id in session_ids:
+            if session_id in self._homes:
+                homes.setdefault(self._homes[session_id], []).append(session_id)
+        orders = [
+            self._order(shard, {"op": "describe", "sessions": part}, deadline_s, "to describe sessions")
+            for shard, ids in homes.items()
+            for part in batched(ids, DESCRIBED)
+        ]
+        replies = await asyncio.gather(*orders)
+        return {session: figures for reply in replies for session, figures in reply["sessions"].items()}
 
     async def set_policy_version(self, version: PolicyVersion, deadline_s: float = 30.0) -> None:
         """Salt every new call with this version; returns when every shard has acknowledged. Raises CaptureError."""
@@ -251,6 +297,9 @@ class ShardSupervisor:
     async def _hand_over(self, shard: _Shard) -> None:
         """Give a fresh process the version and the sessions that its predecessor had."""
         await asyncio.wait_for(shard.request(self._version_order()), START_S)
+        if shard.listener is not None:
+            order = {"op": "listen", "index": shard.index, "ports": self._ports}
+            await asyncio.wait_for(shard.request(order, [shard.listener.fileno()]), START_S)
         for session_id in list(shard.sessions):
             await asyncio.wait_for(self._open(shard, session_id), START_S)
         shard.ready.set()
@@ -283,7 +332,7 @@ class ShardSupervisor:
     async def _open(self, shard: _Shard, session_id: str) -> None:
         session = shard.sessions[session_id]
         order = {"op": "open", "session": session_id, "policy": session.policy}
-        await shard.request(order, [session.listener.fileno()])
+        await shard.request(order, [session.listener.fileno()] if session.listener else [])
 
     async def _insist(self, shard: _Shard, message: dict[str, Any]) -> dict[str, Any]:
         """A shard's answer to an order that may be given twice."""
@@ -293,6 +342,17 @@ class ShardSupervisor:
                 return await shard.request(message)
             except ShardGone:
                 await asyncio.sleep(0)
+
+    async def _order(self, shard: _Shard, message: dict[str, Any], deadline_s: float, what: str) -> dict[str, Any]:
+        """A shard's answer in time. Raises CaptureError."""
+        reply: dict[str, Any] = await self._in_time(self._insist(shard, message), deadline_s, f"a shard {what}")
+        return reply
+
+    def _home(self, session_id: str) -> _Shard:
+        shard = self._homes.get(session_id)
+        if shard is None:
+            raise CaptureError("no session with this id is open")
+        return shard
 
     async def _in_time(self, work: Any, deadline_s: float, what: str) -> Any:
         try:
@@ -305,7 +365,13 @@ class ShardSupervisor:
 
     def _forget(self, session_id: str) -> None:
         session = self._homes.pop(session_id).sessions.pop(session_id)
-        session.listener.close()
+        if session.listener is not None:
+            session.listener.close()
+
+
+def batched(items: Sequence[str], size: int) -> list[Sequence[str]]:
+    """Cut a list into parts."""
+    return [items[start : start + size] for start in range(0, len(items), size)]
 
 
 async def _first(*events: asyncio.Event, timeout_s: float) -> bool:

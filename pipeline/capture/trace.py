@@ -13,11 +13,16 @@ from pipeline.records import Call, PolicyVersion, Trace, VersionSpan
 
 
 def read_trace(path: Path) -> Trace:
-    """The trace in a trace file. Raises ValueError when the file does not hold exactly one session."""
+    """The trace in a trace file. Raises ValueError as ``read_session`` does."""
+    return trace_of(read_session(path))
+
+
+def read_session(path: Path) -> Session:
+    """The session in a trace file, as its shard had it. Raises ValueError when it does not hold exactly one."""
     sessions = list(restore(journal.read(path)).values())
     if len(sessions) != 1:
         raise ValueError(f"{path} holds {len(sessions)} sessions instead of one")
-    return trace_of(sessions[0])
+    return sessions[0]
 
 
 def trace_of(session: Session) -> Trace:

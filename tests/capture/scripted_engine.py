@@ -98,7 +98,7 @@ class FakeEngine:
             while True:
                 head = (await reader.readuntil(b"\r\n\r\n")).decode()
                 lines = head.lower().split("\r\n")
-                length = next(int(line[15:]) for line in lines if line.startswith("content-length"))
+                length = next((int(line[15:]) for line in lines if line.startswith("content-length")), 0)
                 self.heads.append(head)
                 body = json.loads(await reader.readexactly(length) or b"null")
                 reply = await self._answer(head.split(" ")[1], body, reader)

@@ -1,0 +1,203 @@
+"""`yoke proxy` from outside: the session API and the shards' shared listeners, with real processes and sockets."""
+
+from __future__ import annotations
+
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+from front_helpers import Running, engine_thread, running
+from scripted_engine import FakeEngine, Scripted, render
+
+from pipeline.cli import main
+
+USER = [{"role": "user", "content": "hello"}]
+
+
+@pytest.fixture(scope="module")
+def engine() -> Iterator[FakeEngine]:
+    with engine_thread() as engine:
+        yield engine
+
+
+@pytest.fixture(scope="module")
+def proxy(engine: FakeEngine, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    with running(engine.url, tmp_path_factory.mktemp("front") / "proxy") as proxy:
+        yield proxy
+
+
+def test_a_session_is_opened_used_read_back_closed_and_deleted(proxy: Running, engine: FakeEngine) -> None:
+    harness = proxy.create(max_tokens=50, temperature=0.5, metadata={"task": 7})
+    assert harness.id == harness.key and harness.key.startswith(f"yk{harness.shard}-")
+    engine.script += [Scripted("one"), Scripted("two")]
+    answer = harness.ask().json()["choices"][0]["message"]
+    harness.ask(messages=[*USER, answer, {"role": "user", "content": "more"}])
+    assert engine.generated[-1]["sampling_params"]["temperature"] == 0.5
+    assert engine.generated[-1]["sampling_params"]["max_tokens"] == 50
+    shown = harness.show()
+    assert (shown["state"], shown["calls"], shown["delivered"], shown["in_flight"]) == ("open", 2, 2, 0)
+    assert shown["metadata"] == {"task": 7} and shown["sampled_tokens"] == 8
+
+    snapshot = harness.table().to_pylist()
+    assert [call["parent"] for call in snapshot] == [None, 0]
+    assert snapshot[0]["prompt_ids"] == render(USER)
+    assert snapshot[0]["versions"] == [{"version": "0.0", "start": 0, "end": 4}]
+    assert harness.close()["state"] == "closed"
+    assert harness.ask().status_code == 401
+    assert harness.table().to_pylist() == snapshot
+    (row,) = harness.table("rows").to_pylist()
+    assert sum(row["loss_mask"]) == 8 and row["input_ids"][: len(render(USER))] == render(USER)
+    assert harness.show()["calls"] == 2
+
+    assert proxy.api.delete(f"/sessions/{harness.id}").status_code == 204
+    assert proxy.api.get(f"/sessions/{harness.id}").status_code == 404
+    assert proxy.api.get(f"/sessions/{harness.id}/calls").status_code == 404
+
+
+def test_a_key_is_known_on_its_shard_only(proxy: Running) -> None:
+    one, two = proxy.create(), proxy.create()
+    assert one.shard != two.shard, "the second goes where there is room"
+    misdirected = one.ask(url=two.url)
+    assert misdirected.status_code == 421 and one.url in misdirected.json()["error"]["message"]
+    assert one.ask(key=f"yk{one.shard}-000000000000000000000000").status_code == 401
+    assert one.ask(key="anything").status_code == 401
+    assert httpx.post(f"{one.url}/v1/chat/completions", content=b"{").status_code == 401, "before the body is parsed"
+    assert httpx.get(f"{one.url}/sessions").status_code == 401, "no control on a shard's port"
+
+
+def test_bad_wishes_are_refused(proxy: Running) -> None:
+    post = proxy.api.post
+    name = proxy.create(session_id="mine").id
+    assert name == "mine"
+    assert post("/sessions", json={"session_id": "mine"}).status_code == 409
+    for body in ({"max_token": 5}, {"max_tokens": "many"}, {"max_calls": True}, {"temperature": -1}, {"metadata": 3}):
+        reply = post("/sessions", json=body)
+        assert reply.status_code == 400 and next(iter(body)) in reply.json()["error"], body
+    assert post("/sessions", json={"session_id": "a b"}).status_code == 400
+    assert post("/sessions", content=b"[").status_code == 400
+    assert proxy.api.get("/sessions/none").status_code == 404
+    assert proxy.api.get("/sessions/mine/what").status_code == 404
+    assert proxy.api.put("/policy_version", json={"version": "new"}).status_code == 400
+    assert proxy.api.put("/sessions", json={}).status_code == 405
+
+
+def test_later_calls_are_salted_with_the_policy_version(proxy: Running, engine: FakeEngine) -> None:
+    harness = proxy.create()
+    assert proxy.api.put("/policy_version", json={"version": "0.3"}).status_code == 200
+    harness.ask()
+    assert engine.generated[-1]["cache_salt"] == "0.3"
+    assert harness.table()["versions"].to_pylist()[0][0]["version"] == "0.3"
+    proxy.api.put("/policy_version", json={"version": "0.0"})
+
+
+def test_a_restart_with_the_same_directory_takes_the_sessions_up(
+    engine: FakeEngine, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    place = tmp_path / "proxy"
+    with running(engine.url, place) as proxy:
+        harnesses = [proxy.create() for _ in range(4)]
+        closed = proxy.create()
+        closed.ask()
+        closed.close()
+        answers = [harness.ask().json()["choices"][0]["message"] for harness in harnesses]
+        proxy.process.kill()
+        proxy.process.wait(10)
+    with running(engine.url, place) as proxy:
+        listed = proxy.api.get("/sessions").json()["sessions"]
+        assert sorted(session["state"] for session in listed) == ["closed"] + ["open"] * 4
+        for harness, answer in zip(harnesses, answers, strict=True):
+            harness._api = proxy.api
+            assert harness.ask(messages=[*USER, answer, *USER]).status_code == 200
+            assert harness.table()["parent"].to_pylist() == [None, 0]
+        closed._api = proxy.api
+        assert closed.table().num_rows == 1
+        assert proxy.api.post("/sessions", json={"session_id": closed.id}).status_code == 409
+        proxy.end()
+    with pytest.raises(SystemExit, match="2"):
+        main(["proxy", "--llm-url", engine.url, "--port", "0", "--dir", str(place), "--shards", "1"])
+    assert "open sessions of 2 shards" in capsys.readouterr().err
+
+
+def test_sigterm_lets_calls_in_flight_finish_and_a_second_one_does_not(engine: FakeEngine, tmp_path: Path) -> None:
+    for patient in (True, False):
+        with running(engine.url, tmp_path / f"proxy-{patient}", "--shards", "1") as proxy:
+            harness = proxy.create()
+            engine.script.append(Scripted("late", delay_s=1.5 if patient else 20))
+            waiting = subprocess.Popen([sys.executable, "-c", ASK, harness.url, harness.key], stdout=subprocess.PIPE)
+            _until(lambda: engine.running == 1)
+            proxy.process.send_signal(signal.SIGTERM)
+            _until(lambda: proxy.api.get("/health").json()["status"] == "draining")
+            assert proxy.api.post("/sessions", json={}).status_code == 503
+            code = proxy.process.wait(10) if patient else proxy.end()
+            assert code == (0 if patient else 143)
+            assert (b"late" in waiting.communicate(timeout=10)[0]) is patient
+
+
+ASK = """
+import httpx, sys
+url, key = sys.argv[1:]
+body = {"model": "m", "messages": [{"role": "user", "content": "x"}]}
+print(httpx.post(url + "/v1/chat/completions", json=body, headers={"authorization": "Bearer " + key}, timeout=30).text)
+"""
+
+
+def test_the_admin_key_guards_everything_but_health(engine: FakeEngine, tmp_path: Path) -> None:
+    with running(
+        engine.url, tmp_path / "proxy", "--shards", "1", "--host", "0.0.0.0", YOKE_ADMIN_KEY="hidden"
+    ) as proxy:
+        assert proxy.api.get("/health").status_code == 200
+        for method, path in (("POST", "/sessions"), ("GET", "/sessions"), ("PUT", "/policy_version")):
+            assert proxy.api.request(method, path).status_code == 401
+        assert proxy.api.get("/sessions", headers={"authorization": "Bearer wrong"}).status_code == 401
+        proxy.api.headers["authorization"] = "Bearer hidden"
+        harness = proxy.create()
+        assert httpx.URL(harness.url).host == "0.0.0.0", "the name that the caller used"
+        assert harness.ask().status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ([], "proxy.llm_url is not given"),
+        (["--llm-url", "ftp://x"], "proxy.llm_url=ftp://x"),
+        (["--llm-url", "http://127.0.0.1:1"], "no model list"),
+        (["--llm-url", "ENGINE", "--model", "other"], "the upstream serves policy"),
+        (["--llm-url", "ENGINE", "--host", "0.0.0.0"], "give --admin-key"),
+        (["--llm-url", "ENGINE", "--shards", "0"], "proxy.shards=0"),
+        (["--llm-url", "ENGINE", "--mode", "magic"], "proxy.mode=magic"),
+        (["--llm-url", "ENGINE", "--colour", "red"], "colour"),
+        (["--llm-url", "ENGINE", "--port"], "--port needs a value"),
+        (["--llm-url", "ENGINE", "--port", "many"], "many"),
+        (["--llm-url", "ENGINE", "--port", "PORT"], "cannot listen"),
+    ],
+)
+def test_wrong_settings_end_in_one_line(
+    engine: FakeEngine, tmp_path: Path, capsys: pytest.CaptureFixture[str], flags: list[str], words: str
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(SystemExit) as ended:
+        meant = {"ENGINE": engine.url, "PORT": str(taken.getsockname()[1])}
+        port = [] if "--port" in flags else ["--port", "0"]
+        main(["proxy", "--dir", str(tmp_path / "p"), *port, *(meant.get(flag, flag) for flag in flags)])
+    assert ended.value.code == 2
+    said = capsys.readouterr()
+    assert words in said.err and said.err.count("\n") == 1 and said.out == ""
+
+
+def test_a_directory_serves_one_proxy(engine: FakeEngine, proxy: Running, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(["proxy", "--llm-url", engine.url, "--port", "0", "--dir", str(proxy.log.with_suffix(""))])
+    assert "another yoke proxy runs there" in capsys.readouterr().err
+
+
+def _until(condition: object, seconds: float = 10) -> None:
+    assert callable(condition)
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "it did not happen in time"
+        time.sleep(0.02)
