@@ -98,6 +98,7 @@ class Rule:
     use: Use
     kind: Any = Any
     harmless: tuple[Any, ...] = ()
+    hint: str = ""  # what to do instead of a REJECTED field
     inner: Mapping[str, Rule] | None = None
 
 
@@ -110,9 +111,9 @@ OVERRIDDEN = Rule(Use.OVERRIDDEN)
 DROPPED = Rule(Use.DROPPED)
 
 
-def rejected(*harmless: Any) -> Rule:
+def rejected(*harmless: Any, hint: str = "") -> Rule:
     """A field that is refused unless its value is harmless."""
-    return Rule(Use.REJECTED, Any, harmless)
+    return Rule(Use.REJECTED, Any, harmless, hint)
 
 
 def inner(table: Mapping[str, Rule]) -> Rule:
@@ -196,6 +197,13 @@ class Answer(msgspec.Struct, frozen=True):
     completion_tokens: int
     cached_tokens: int
     created: int  # Unix seconds
+
+    @property
+    def reasoning_tokens(self) -> int:
+        """Of the completion tokens those of the thought, by its share of the characters: no API gives the count."""
+        calls = sum(len(call.name) + len(call.arguments) for call in self.tool_calls)
+        thought = len(self.reasoning)
+        return round(self.completion_tokens * thought / ((thought + len(self.text) + calls) or 1))
 
 
 class Action(enum.StrEnum):
@@ -289,7 +297,8 @@ class Dialect(ABC):
         elif rule.use is Use.OVERRIDDEN:
             given.wishes[name] = _decoded(name, value, Any)
         else:
-            require(_decoded(name, value, Any) in rule.harmless, f"{name}: not supported")
+            message = f"{name}: not supported" + (f"; {rule.hint}" if rule.hint else "")
+            require(_decoded(name, value, Any) in rule.harmless, message)
 
     def _tool_set(self, given: Fields, memo: Memo) -> ToolSet | None:
         wire = given.get("tools")

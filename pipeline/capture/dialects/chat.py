@@ -25,21 +25,21 @@ from pipeline.capture.dialects.base import (
     sse,
 )
 
-ERRORS = {  # fault -> (type, code, param)
-    Fault.INVALID: ("invalid_request_error", None, None),
-    Fault.UNAUTHORIZED: ("invalid_request_error", "invalid_api_key", None),
-    Fault.NOT_FOUND: ("invalid_request_error", "not_found", None),
-    Fault.METHOD: ("invalid_request_error", "method_not_supported", None),
-    Fault.SLOW_REQUEST: ("invalid_request_error", "request_timeout", None),
-    Fault.TOO_LARGE: ("invalid_request_error", "request_too_large", None),
-    Fault.MISDIRECTED: ("invalid_request_error", "misdirected_request", None),
-    Fault.CONTEXT: ("invalid_request_error", "context_length_exceeded", "messages"),
-    Fault.BUDGET: ("invalid_request_error", "budget_exceeded", None),
-    Fault.RATE_LIMITED: ("rate_limit_error", "rate_limit_exceeded", None),
-    Fault.OVERLOADED: ("server_error", "overloaded", None),
-    Fault.UNAVAILABLE: ("server_error", "service_unavailable", None),
-    Fault.TIMEOUT: ("server_error", "timeout", None),
-    Fault.INTERNAL: ("server_error", "internal_error", None),
+ERRORS = {  # fault -> (type, code)
+    Fault.INVALID: ("invalid_request_error", None),
+    Fault.UNAUTHORIZED: ("invalid_request_error", "invalid_api_key"),
+    Fault.NOT_FOUND: ("invalid_request_error", "not_found"),
+    Fault.METHOD: ("invalid_request_error", "method_not_supported"),
+    Fault.SLOW_REQUEST: ("invalid_request_error", "request_timeout"),
+    Fault.TOO_LARGE: ("invalid_request_error", "request_too_large"),
+    Fault.MISDIRECTED: ("invalid_request_error", "misdirected_request"),
+    Fault.CONTEXT: ("invalid_request_error", "context_length_exceeded"),
+    Fault.BUDGET: ("invalid_request_error", "budget_exceeded"),
+    Fault.RATE_LIMITED: ("rate_limit_error", "rate_limit_exceeded"),
+    Fault.OVERLOADED: ("server_error", "overloaded"),
+    Fault.UNAVAILABLE: ("server_error", "service_unavailable"),
+    Fault.TIMEOUT: ("server_error", "timeout"),
+    Fault.INTERNAL: ("server_error", "internal_error"),
 }
 FIELDS = {
     "model": honoured(str),
@@ -144,11 +144,17 @@ class Chat(Dialect):
         return b"".join(sse(chunk) for chunk in chunks) + b"data: [DONE]\n\n"
 
     def error(self, error: ApiError) -> dict[str, Any]:
-        kind, code, param = ERRORS[error.fault]
-        return {"error": {"message": error.message, "type": kind, "param": param, "code": code}}
+        return openai_error(error, "messages")
 
     def stream_error(self, error: ApiError) -> bytes:
         return sse(self.error(error))
+
+
+def openai_error(error: ApiError, history: str) -> dict[str, Any]:
+    """The JSON body of an error; ``history`` is the parameter that holds the messages."""
+    kind, code = ERRORS[error.fault]
+    param = history if error.fault is Fault.CONTEXT else None
+    return {"error": {"message": error.message, "type": kind, "param": param, "code": code}}
 
 
 def _names_function(choice: Any) -> bool:
@@ -229,4 +235,5 @@ def _usage(answer: Answer) -> dict[str, Any]:
         "completion_tokens": answer.completion_tokens,
         "total_tokens": answer.prompt_tokens + answer.completion_tokens,
         "prompt_tokens_details": {"cached_tokens": answer.cached_tokens},
+        "completion_tokens_details": {"reasoning_tokens": answer.reasoning_tokens},
     }
