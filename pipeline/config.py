@@ -10,6 +10,12 @@ from typing import Any
 
 from omegaconf import MISSING
 
+THOUGHTS = ("fork", "keep")
+
+
+class UserError(Exception):
+    """A mistake that the person at the terminal can mend: shown as one line, exit code 2, no traceback."""
+
 
 @dataclass
 class ClusterConfig:
@@ -54,11 +60,31 @@ class EngineConfig:
 
 @dataclass
 class SessionPolicy:
-    """What every call of a session is sampled with, whatever the harness asks for."""
+    """What every call of a session is sampled with, whatever the harness asks for, and how much there may be of it.
+
+    A limit of 0 is none. Calls beyond a budget get a last message, and later the dialect's error.
+    """
 
     temperature: float = 1.0
     max_tokens: int = 512  # per call
-    max_calls: int = 40  # per rollout; then the session's calls are answered by the dialect's own error
+    max_calls: int = 40
+    max_session_tokens: int = 0  # prompts and samples of all calls together
+    max_wall_s: float = 0.0  # from the session's start
+    max_concurrent: int = 0  # calls at once; more get the dialect's "too many requests"
+    ttl_s: float = 0.0  # `yoke proxy` closes a session that was idle for so long
+    thoughts: str = "fork"  # fork | keep: what follows where the chat template strips earlier thoughts
+    thinking: bool | None = None  # the template's switch for thoughts; null = its default
+    continuity: bool = True  # false renders every history anew
+
+    def __post_init__(self) -> None:
+        """Raises UserError for a value that cannot work."""
+        if self.thoughts not in THOUGHTS:
+            raise UserError(f"thoughts={self.thoughts}: one of {', '.join(THOUGHTS)}")
+        for name in ("temperature", "max_calls", "max_session_tokens", "max_wall_s", "max_concurrent", "ttl_s"):
+            if getattr(self, name) < 0:
+                raise UserError(f"{name}={getattr(self, name)}: must not be negative")
+        if self.max_tokens < 1:
+            raise UserError(f"max_tokens={self.max_tokens}: must be at least 1")
 
 
 @dataclass
@@ -250,7 +276,3 @@ class Config:
     proxy: ProxyConfig = field(default_factory=ProxyConfig)
     stage: StageConfig = field(default_factory=StageConfig)
     experiment: Any = None
-
-
-class UserError(Exception):
-    """A mistake that the person at the terminal can mend: shown as one line, exit code 2, no traceback."""

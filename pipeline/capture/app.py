@@ -1,119 +1,32 @@
-"""What a listener serves: a bare ASGI application with the dialects' routes, and the delivery of answers.
-
-Silence rules: what can fail runs before the headers; they wait for the answer for up to ``HEADERS_AFTER_S``, so that
-native status codes stay possible, and then a stream starts with pings.
-"""
+"""What a listener serves: a bare ASGI application with the dialects' routes, for one session or for all of a shard."""
 
 from __future__ import annotations
 
-import asyncio
 import hmac
 import logging
 import re
 import secrets
-import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import Any
-
-import msgspec
-import zstandard
+from collections.abc import Mapping, Sequence
 
 from pipeline.capture import dialects
-from pipeline.capture.dialects.base import (
-    Action,
-    ApiError,
-    ChatRequest,
-    Dialect,
-    Fault,
-    Route,
-    agent_of,
-    api_key,
-    require,
-)
-from pipeline.capture.journal import Node
-from pipeline.capture.listener import Connection
+from pipeline.capture.delivery import Delivery
+from pipeline.capture.dialects.base import Action, ApiError, Dialect, Fault, Route, agent_of, api_key
+from pipeline.capture.exchange import ClientLeft, Exchange, Message, Receive, Send
 from pipeline.capture.session import Session
 from pipeline.capture.turn import Turns
 
-BODY_CAP = 64 * 2**20  # bytes, before and after decompression
-HEADERS_AFTER_S = 20.0
-PING_EVERY_S = 10.0
-JSON, EVENTS = b"application/json", b"text/event-stream"
+BUSY_RETRY_S = 1
+RESTART_RETRY_S = 5
+KEY = re.compile(r"yk(\d{1,4})-")
 
 log = logging.getLogger(__name__)
-Message = dict[str, Any]
-
-
-class ClientLeft(Exception):
-    """The client closed the connection."""
-
-
-class Exchange:
-    """One HTTP request and its reply."""
-
-    def __init__(
-        self, scope: Message, receive: Callable[[], Awaitable[Any]], send: Callable[[Any], Awaitable[None]]
-    ) -> None:
-        self.method: str = scope["method"]
-        self.path: str = scope["path"]
-        self.query: str = scope["query_string"].decode("latin-1")
-        self.headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
-        self.connection: Connection = scope["state"]["connection"]
-        self._receive, self._send = receive, send
-
-    @property
-    def host(self) -> str:
-        """The host name by which the client reached us."""
-        found = re.match(r"\[[^\]]*\]|[^:]*", self.headers.get("host", ""))
-        return (found and found[0]) or "127.0.0.1"
-
-    async def body(self) -> bytes:
-        """The decompressed body. Raises ApiError(TOO_LARGE | INVALID) or ClientLeft."""
-        length = self.headers.get("content-length", "0")
-        if length.isdigit() and int(length) > BODY_CAP:
-            raise _too_large()
-        data = bytearray()
-        more = True
-        while more:
-            message = await self._receive()
-            if message["type"] == "http.disconnect":
-                raise ClientLeft
-            data += message.get("body", b"")
-            more = message.get("more_body", False)
-            if len(data) > BODY_CAP:
-                raise _too_large()
-        return decompress(bytes(data), self.headers.get("content-encoding", ""))
-
-    async def left(self) -> None:
-        """Returns when the client closes the connection."""
-        while (await self._receive())["type"] != "http.disconnect":
-            pass
-
-    async def start(self, status: int, kind: bytes, *headers: tuple[bytes, bytes]) -> None:
-        """Send status line and headers."""
-        await self._send(
-            {"type": "http.response.start", "status": status, "headers": [(b"content-type", kind), *headers]}
-        )
-
-    async def write(self, data: bytes, more: bool = False) -> None:
-        """Send a piece of the body."""
-        await self._send({"type": "http.response.body", "body": data, "more_body": more})
-
-    async def reply(self, status: int, payload: Any, *headers: tuple[bytes, bytes]) -> None:
-        """Send a whole JSON reply."""
-        data = msgspec.json.encode(payload)
-        await self.start(status, JSON, (b"content-length", b"%d" % len(data)), *headers)
-        await self.write(data)
-
-    async def fail(self, dialect: Dialect, error: ApiError) -> None:
-        """Send an error in the dialect."""
-        headers = [(b"retry-after", b"%d" % error.retry_after)] if error.retry_after else []
-        await self.reply(dialect.status(error), dialect.error(error), *headers)
 
 
 class CaptureApp(ABC):
     """The ASGI application of a listener. Whose session a request is of is left to ``find``."""
+
+    draining = False  # no new turn is taken
 
     def __init__(self, turns: Turns) -> None:
         self._turns = turns
@@ -122,9 +35,7 @@ class CaptureApp(ABC):
     def find(self, key: str, exchange: Exchange) -> Session:
         """The session whose key this is. Raises ApiError."""
 
-    async def __call__(
-        self, scope: Message, receive: Callable[[], Awaitable[Any]], send: Callable[[Any], Awaitable[None]]
-    ) -> None:
+    async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
         exchange = Exchange(scope, receive, send)
         dialect, route = dialects.find(exchange.method, exchange.path)
         try:
@@ -142,86 +53,36 @@ class CaptureApp(ABC):
         session = self.find(api_key(exchange.headers, exchange.query), exchange)
         if route is None:
             raise ApiError(Fault.NOT_FOUND, f"no such route: {exchange.method} {exchange.path}")
-        await self._act(dialect, route.action, session, exchange)
+        try:
+            await self._act(dialect, route.action, session, exchange)
+        except (ApiError, ClientLeft):
+            raise
+        except Exception as error:
+            log.exception("a request failed")
+            self._turns.totals["internal_errors"] += 1
+            raise ApiError(Fault.INTERNAL, "the capture proxy failed; see its log") from error
 
     async def _act(self, dialect: Dialect, action: Action, session: Session, exchange: Exchange) -> None:
         if action is Action.MODELS:
             await exchange.reply(200, dialect.models(session.policy.model_name))
+            return
+        if action is Action.TURN:
+            self._admit(session)
+        request = dialect.parse(await exchange.body(), session.memo, exchange.path, exchange.query)
+        request.agent = agent_of(exchange.headers)
+        if action is Action.COUNT_TOKENS:
+            tokens = await self._turns.prompt_tokens(session, request)
+            await exchange.reply(200, dialect.token_count(tokens))
         else:
-            request = dialect.parse(await exchange.body(), session.memo, exchange.path, exchange.query)
-            request.agent = agent_of(exchange.headers)
-            if action is Action.COUNT_TOKENS:
-                tokens = await self._turns.prompt_tokens(session, request)
-                await exchange.reply(200, dialect.token_count(tokens))
-            else:
-                await self._turn(dialect, session, request, exchange)
+            await Delivery(self._turns, session, request, exchange).run()
 
-    async def _turn(self, dialect: Dialect, session: Session, request: ChatRequest, exchange: Exchange) -> None:
-        """Answer while watching the client; a client that leaves cancels the answer, which aborts it in the engine."""
-        turn = asyncio.create_task(self._turns.answer(session, request))
-        session.turns.add(turn)
-        gone = asyncio.create_task(exchange.left())
-        try:
-            await self._deliver(dialect, session, request, exchange, turn, gone)
-        finally:
-            gone.cancel()
-            turn.cancel()
-            await asyncio.wait((turn, gone))
-            session.turns.discard(turn)
-
-    async def _deliver(
-        self,
-        dialect: Dialect,
-        session: Session,
-        request: ChatRequest,
-        exchange: Exchange,
-        turn: asyncio.Task[Node],
-        gone: asyncio.Task[None],
-    ) -> None:
-        streaming = False
-        timeout = HEADERS_AFTER_S if request.stream else None
-        while not turn.done():
-            await asyncio.wait((turn, gone), timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
-            if gone.done():
-                return
-            if not turn.done():
-                if not streaming:
-                    await exchange.start(200, EVENTS, (b"cache-control", b"no-cache"))
-                streaming, timeout = True, PING_EVERY_S
-                await exchange.write(dialect.ping, more=True)
-        try:
-            node = self._result(turn)
-        except ApiError as error:
-            if not streaming:
-                raise
-            await exchange.write(dialect.stream_error(error))
-            return
-        await self._send(dialect, request, exchange, node, streaming)
-        if await exchange.connection.drained():
-            self._turns.delivered(session, node)
-
-    async def _send(
-        self, dialect: Dialect, request: ChatRequest, exchange: Exchange, node: Node, streaming: bool
-    ) -> None:
-        if not request.stream:
-            await exchange.reply(200, dialect.answer(request, node.answer))
-            return
-        if not streaming:
-            await exchange.start(200, EVENTS, (b"cache-control", b"no-cache"))
-        await exchange.write(dialect.events(request, node.answer))
-
-    def _result(self, turn: asyncio.Task[Node]) -> Node:
-        """The turn's call. Raises ApiError for anything else."""
-        if turn.cancelled():
-            raise ApiError(Fault.UNAVAILABLE, "the session is closing")
-        error = turn.exception()
-        if error is None:
-            return turn.result()
-        if isinstance(error, ApiError):
-            raise error
-        log.error("a turn failed", exc_info=error)
-        self._turns.totals["internal_errors"] += 1
-        raise ApiError(Fault.INTERNAL, "the capture proxy failed; see its log")
+    def _admit(self, session: Session) -> None:
+        """Raises ApiError when the session may not make another call right now."""
+        most = session.policy.max_concurrent
+        if most and len(session.turns) >= most:
+            raise ApiError(Fault.RATE_LIMITED, f"this session may make {most} calls at once", BUSY_RETRY_S)
+        if self.draining:
+            raise ApiError(Fault.UNAVAILABLE, "the capture proxy is shutting down", RESTART_RETRY_S)
 
 
 class SessionApp(CaptureApp):
@@ -262,26 +123,5 @@ def new_key(shard: int) -> str:
 
 def shard_of(key: str) -> int | None:
     """The shard that a key names."""
-    found = re.match(r"yk(\d{1,4})-", key)
+    found = KEY.match(key)
     return int(found[1]) if found else None
-
-
-def decompress(data: bytes, encoding: str) -> bytes:
-    """A body without its content encoding. Raises ApiError(TOO_LARGE | INVALID)."""
-    if encoding in ("", "identity"):
-        return data
-    require(encoding in ("gzip", "deflate", "zstd"), f"unsupported content-encoding {encoding!r}")
-    try:
-        if encoding == "zstd":
-            plain = zstandard.ZstdDecompressor().stream_reader(data).read(BODY_CAP + 1)
-        else:
-            plain = zlib.decompressobj(wbits=zlib.MAX_WBITS | 32).decompress(data, BODY_CAP + 1)
-    except (zlib.error, zstandard.ZstdError) as error:
-        raise ApiError(Fault.INVALID, f"the body is no {encoding}: {error}") from error
-    if len(plain) > BODY_CAP:
-        raise _too_large()
-    return plain
-
-
-def _too_large() -> ApiError:
-    return ApiError(Fault.TOO_LARGE, f"the body is larger than {BODY_CAP} bytes")

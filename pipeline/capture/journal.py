@@ -17,7 +17,7 @@ from pipeline.capture.dialects.base import Answer
 
 
 class Policy(msgspec.Struct, frozen=True):
-    """What every call of a session is sampled with, and how many there may be.
+    """What every call of a session is sampled with, and how much there may be of everything (0: no limit).
 
     ``thoughts``: what happens where the chat template strips earlier thoughts from the history: "fork" starts a new
     row there, as a plain server would behave, "keep" goes on with them. ``thinking`` is the template's switch for new
@@ -31,6 +31,10 @@ class Policy(msgspec.Struct, frozen=True):
     thoughts: str = "fork"
     thinking: bool | None = None
     continuity: bool = True
+    max_session_tokens: int = 0
+    max_wall_s: float = 0.0
+    max_concurrent: int = 0
+    ttl_s: float = 0.0
 
 
 class Asked(msgspec.Struct, frozen=True):
@@ -74,10 +78,11 @@ class Node(msgspec.Struct):
 
 
 class Opened(msgspec.Struct, tag="open"):
-    """A session began."""
+    """A session began, at ``time`` (Unix seconds)."""
 
     session: str
     policy: Policy
+    time: float = 0.0
 
 
 class Answered(msgspec.Struct, tag="call"):

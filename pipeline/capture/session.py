@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import time
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+from pipeline.capture import budget
 from pipeline.capture.canonical import Memo
-from pipeline.capture.dialects.base import ApiError, Fault
 from pipeline.capture.journal import Answered, Closed, Counted, Delivered, Node, Opened, Policy, Record
 from pipeline.capture.matcher import Matcher
 from pipeline.capture.transcript import Transcript
@@ -20,9 +21,11 @@ from pipeline.capture.upstream import Frame
 class Session:
     """The trace so far, the budget and the counters of one session."""
 
-    def __init__(self, session_id: str, policy: Policy) -> None:
+    def __init__(self, session_id: str, policy: Policy, opened: float | None = None) -> None:
         self.id = session_id
         self.policy = policy
+        self.opened = time.time() if opened is None else opened
+        self.touched = time.monotonic()
         self.tree = Tree()
         self.matcher = Matcher(self.tree.nodes)
         self.transcript = Transcript()
@@ -31,8 +34,10 @@ class Session:
         self.counters: Counter[str] = Counter()
         self.wishes: dict[str, Any] = {}  # of the latest call
         self.started = 0  # calls that the engine began, the aborted ones included
+        self.tokens = 0  # of all prompts and samples
         self.tool_ids = 0
-        self.turns: set[asyncio.Task[object]] = set()
+        self.turns: set[asyncio.Task[object]] = set()  # until the answer is delivered
+        self.answering: set[asyncio.Task[object]] = set()  # those of them that a cancellation aborts
 
     @property
     def suffix(self) -> str:
@@ -45,9 +50,8 @@ class Session:
         return self.tree.nodes[0].dialect if self.tree.nodes else ""
 
     def reserve(self) -> None:
-        """Take one call of the budget. Raises ApiError(BUDGET) when it is used up."""
-        if self.started >= self.policy.max_calls:
-            raise ApiError(Fault.BUDGET, f"this session's budget of {self.policy.max_calls} model calls is used up")
+        """Take one call of the budget. Raises BudgetSpent."""
+        budget.check(self.policy, self.started, self.tokens, time.time() - self.opened)
         self.started += 1
 
     def release(self) -> None:
@@ -75,6 +79,7 @@ class Session:
         """Append a call."""
         self.tree.add(node)
         self.matcher.add(node)
+        self.tokens += node.answer.prompt_tokens + node.answer.completion_tokens
         self.wishes = self.wishes if node.wishes is None else node.wishes
         if node.asked is not None:
             self.transcript.add(node.asked)
@@ -94,7 +99,7 @@ class Session:
 
     def records(self) -> Iterator[Record]:
         """The session as the shortest journal that restores it."""
-        yield Opened(self.id, self.policy)
+        yield Opened(self.id, self.policy, self.opened)
         for node in self.tree.nodes:
             yield Answered(self.id, node)
         for counter, amount in self.counters.items():
@@ -106,7 +111,7 @@ def restore(records: Iterable[Record]) -> dict[str, Session]:
     sessions: dict[str, Session] = {}
     for record in records:
         if isinstance(record, Opened):
-            sessions[record.session] = Session(record.session, record.policy)
+            sessions[record.session] = Session(record.session, record.policy, record.time)
         elif isinstance(record, Closed):
             sessions.pop(record.session, None)
         elif record.session in sessions:

@@ -90,8 +90,9 @@ class Shard:
         session_id = message["session"]
         if session_id not in self._sessions:
             policy = msgspec.convert(message["policy"], Policy)
-            self._journal.append(Opened(session_id, policy))
-            self._sessions[session_id] = Session(session_id, policy)
+            session = Session(session_id, policy)
+            self._journal.append(Opened(session_id, policy, session.opened))
+            self._sessions[session_id] = session
         if fds and session_id in self._listeners:
             os.close(fds[0])
         elif fds:
@@ -110,7 +111,7 @@ class Shard:
             return {"trace": str(path)}
         if listener := self._listeners.pop(session_id, None):
             listener.close()
-        for turn in session.turns:
+        for turn in session.answering:
             turn.cancel()
         if session.turns:
             await asyncio.wait(session.turns, timeout=CLOSE_S)

@@ -15,11 +15,11 @@ import uvicorn
 from proxy_helpers import eventually
 from scripted_engine import FakeEngine, Scripted
 
-from pipeline.capture import app as app_module
+from pipeline.capture import delivery
 from pipeline.capture.app import SessionApp
 from pipeline.capture.journal import Journal, Policy
+from pipeline.capture.listener import Listener
 from pipeline.capture.session import Session
-from pipeline.capture.shard import Listener
 from pipeline.capture.turn import EngineTurns
 from pipeline.capture.upstream import Engine
 
@@ -29,8 +29,8 @@ HEADERS = {"authorization": "Bearer k"}
 
 @pytest.fixture(autouse=True)
 def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(app_module, "HEADERS_AFTER_S", 0.15)
-    monkeypatch.setattr(app_module, "PING_EVERY_S", 0.1)
+    monkeypatch.setattr(delivery, "HEADERS_AFTER_S", 0.15)
+    monkeypatch.setattr(delivery, "PING_EVERY_S", 0.1)
 
 
 @contextlib.asynccontextmanager

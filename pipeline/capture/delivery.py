@@ -1,0 +1,110 @@
+"""One turn's answer on its way to the client.
+
+Silence rules: what can fail runs before the headers; they wait for the answer for up to ``HEADERS_AFTER_S``, so that
+native status codes stay possible, and then a stream starts with pings. A client that leaves aborts its call.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+
+from pipeline.capture.budget import LAST_ANSWERS, BudgetSpent, last_answer
+from pipeline.capture.dialects.base import Answer, ApiError, ChatRequest, Fault
+from pipeline.capture.exchange import EVENTS, JSON, ClientLeft, Exchange, Header
+from pipeline.capture.journal import Node
+from pipeline.capture.session import Session
+from pipeline.capture.turn import Turns
+
+HEADERS_AFTER_S = 20.0
+PING_EVERY_S = 10.0
+BUDGET_HEADER = b"x-yoke-budget"
+
+log = logging.getLogger(__name__)
+
+
+class Delivery:
+    """Answers one request in the task that calls ``run``."""
+
+    def __init__(self, turns: Turns, session: Session, request: ChatRequest, exchange: Exchange) -> None:
+        self._turns, self._session, self._request, self._exchange = turns, session, request, exchange
+        self._dialect = request.dialect
+        self._kind = EVENTS if request.extra.get("sse", True) else JSON
+        self._streaming = False
+        self._pings: asyncio.Task[None] | None = None
+
+    async def run(self) -> None:
+        """Answer, and note whether the answer was delivered. Raises ApiError while the status can still tell it."""
+        task = asyncio.current_task()
+        assert task is not None
+        self._session.turns.add(task)
+        try:
+            await self._run(task)
+        except ApiError as error:
+            if not self._streaming:
+                raise
+            await self._exchange.write(self._dialect.stream_error(error))
+        finally:
+            self._session.turns.discard(task)
+            self._session.touched = time.monotonic()
+
+    async def _run(self, task: asyncio.Task[object]) -> None:
+        try:
+            node = await self._answer(task)
+        except BudgetSpent as spent:
+            if self._session.counters["over_budget"] > LAST_ANSWERS:
+                raise
+            words = last_answer(self._session.suffix, int(time.time()))
+            await self._send(words, (BUDGET_HEADER, spent.budget.encode()))
+            return
+        await self._send(node.answer)
+        if await self._exchange.connection.drained():
+            self._turns.delivered(self._session, node)
+
+    async def _answer(self, task: asyncio.Task[object]) -> Node:
+        """The call. While it lasts, a client that leaves cancels it. Raises ApiError or ClientLeft."""
+        connection = self._exchange.connection
+        connection.on_lost = task.cancel
+        self._session.answering.add(task)
+        patience = asyncio.get_running_loop().call_later(HEADERS_AFTER_S, self._begin) if self._request.stream else None
+        try:
+            if connection.lost:
+                raise ClientLeft
+            return await self._turns.answer(self._session, self._request)
+        except asyncio.CancelledError:
+            task.uncancel()
+            if connection.lost:
+                raise ClientLeft from None
+            raise ApiError(Fault.UNAVAILABLE, "the session is closing") from None
+        finally:
+            connection.on_lost = None
+            self._session.answering.discard(task)
+            if patience is not None:
+                patience.cancel()
+            if self._pings is not None:
+                self._pings.cancel()
+                await asyncio.wait([self._pings])
+
+    def _begin(self) -> None:
+        """The answer takes long: headers and pings from now on."""
+        self._streaming = True
+        self._pings = asyncio.create_task(self._keep_alive())
+
+    async def _keep_alive(self) -> None:
+        await self._start()
+        while True:
+            if self._dialect.ping:
+                await self._exchange.write(self._dialect.ping, more=True)
+            await asyncio.sleep(PING_EVERY_S)
+
+    async def _start(self, *headers: Header) -> None:
+        await self._exchange.start(200, self._kind, (b"cache-control", b"no-cache"), *headers)
+
+    async def _send(self, answer: Answer, *headers: Header) -> None:
+        if not self._request.stream:
+            await self._exchange.reply(200, self._dialect.answer(self._request, answer), *headers)
+            return
+        if not self._streaming:
+            await self._start(*headers)
+        await self._exchange.write(self._dialect.events(self._request, answer))
