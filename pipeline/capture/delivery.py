@@ -41,13 +41,24 @@ class Delivery:
         self._session.turns.add(task)
         try:
             await self._run(task)
-        except ApiError as error:
+        except ClientLeft:
+            raise
+        except Exception as error:
+            fault = error if isinstance(error, ApiError) else self._broken(error)
             if not self._streaming:
-                raise
-            await self._exchange.write(self._dialect.stream_error(error))
+                raise fault from error
+            await self._exchange.write(self._dialect.stream_error(fault))
         finally:
             self._session.turns.discard(task)
             self._session.touched = time.monotonic()
+
+    def _broken(self, error: Exception) -> ApiError:
+        """What a harness is told of a fault of our own."""
+        log.error("a turn failed", exc_info=error)
+        self._turns.totals["internal_errors"] += 1
+        if isinstance(error, OSError):  # the journal cannot be written, so this cannot be either
+            self._session.counters["journal_failures"] += 1
+        return ApiError(Fault.INTERNAL, "the capture proxy failed; see its log")
 
     async def _run(self, task: asyncio.Task[object]) -> None:
         try:
@@ -60,7 +71,10 @@ class Delivery:
             return
         await self._send(node.answer)
         if await self._exchange.connection.drained():
-            self._turns.delivered(self._session, node)
+            try:
+                self._turns.delivered(self._session, node)
+            except OSError as error:
+                self._broken(error)
 
     async def _answer(self, task: asyncio.Task[object]) -> Node:
         """The call. While it lasts, a client that leaves cancels it. Raises ApiError or ClientLeft."""
@@ -88,7 +102,6 @@ class Delivery:
 
     def _begin(self) -> None:
         """The answer takes long: headers and pings from now on."""
-        self._streaming = True
         self._pings = asyncio.create_task(self._keep_alive())
 
     async def _keep_alive(self) -> None:
@@ -100,6 +113,7 @@ class Delivery:
 
     async def _start(self, *headers: Header) -> None:
         await self._exchange.start(200, self._kind, (b"cache-control", b"no-cache"), *headers)
+        self._streaming = True
 
     async def _send(self, answer: Answer, *headers: Header) -> None:
         if not self._request.stream:

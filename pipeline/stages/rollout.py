@@ -159,6 +159,8 @@ class _Done:
         delivered = sum(call.delivered for call in self.trace.calls)
         if self.trace.counters.get("engine_failures", 0):
             return "the engine did not answer"
+        if self.trace.counters.get("journal_failures", 0):
+            return "the proxy's journal could not be written"
         if self.exit.timed_out and outage:
             return "the time ran out while the engine was down"
         if self.exit.returncode is not None and self.exit.returncode < 0:

@@ -11,6 +11,8 @@ import pytest
 from proxy_helpers import BASH, Harness, Proxies
 from scripted_engine import Scripted, call_text, render
 
+from pipeline.capture.budget import LAST_ANSWERS, LAST_WORDS
+
 USER: list[Any] = [{"role": "user", "content": "hello"}]
 TOOL = {"name": "bash", "description": "run", "input_schema": {"type": "object"}}
 
@@ -36,6 +38,9 @@ def test_openai_sdk_reads_streams_answers_and_errors(proxies: Proxies) -> None:
             assert choice.message.tool_calls and choice.message.tool_calls[0].function.name == "bash"
             plain = await client.chat.completions.create(model="m", messages=USER)
             assert (plain.choices[0].message.content, plain.choices[0].finish_reason) == ("cut", "length")
+            for _ in range(LAST_ANSWERS):
+                last = await client.chat.completions.create(model="m", messages=USER)
+                assert (last.choices[0].message.content, last.choices[0].finish_reason) == (LAST_WORDS, "stop")
             with pytest.raises(openai.BadRequestError, match="budget"):
                 await client.chat.completions.create(model="m", messages=USER)
             assert [model.id async for model in client.models.list()] == ["policy"]
@@ -63,6 +68,11 @@ def test_anthropic_sdk_reads_streams_answers_and_errors(proxies: Proxies) -> Non
             count = await client.messages.count_tokens(model="m", messages=history, tools=tools)
             second = await client.messages.create(model="m", max_tokens=99, messages=history, tools=tools)
             assert second.stop_reason == "end_turn" and second.usage.input_tokens == count.input_tokens
+            for _ in range(LAST_ANSWERS):
+                async with client.messages.stream(model="m", max_tokens=9, messages=USER) as stream:
+                    last = await stream.get_final_message()
+                assert last.content[0].type == "text" and last.content[0].text == LAST_WORDS
+                assert last.stop_reason == "end_turn"
             with pytest.raises(anthropic.BadRequestError, match="budget"):
                 await client.messages.create(model="m", max_tokens=9, messages=USER)
             client.api_key = "wrong"

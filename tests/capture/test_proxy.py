@@ -300,14 +300,49 @@ def test_an_engine_without_policy_weights_is_waited_for(proxies: Proxies) -> Non
     asyncio.run(run())
 
 
-def test_the_budget_ends_in_a_clear_error(proxies: Proxies) -> None:
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_spent_budget_ends_in_last_words_and_then_in_an_error(proxies: Proxies, stream: bool) -> None:
     async def run() -> None:
         async with proxies.run() as proxy, proxy.session("k", max_calls=2) as harness:
-            replies = [await harness.ask([*USER * (n + 1)]) for n in range(4)]
-            assert [reply.status_code for reply in replies] == [200, 200, 400, 400]
+            replies = [await harness.ask([*USER * (n + 1)], stream=stream) for n in range(6)]
+            assert [reply.status_code for reply in replies] == [200] * 5 + [400]
+            assert [reply.headers.get("x-yoke-budget") for reply in replies] == [None] * 2 + ["calls"] * 3 + [None]
+            assert ["budget of this session" in reply.text for reply in replies] == [False] * 2 + [True] * 3 + [False]
             assert replies[-1].json()["error"]["code"] == "budget_exceeded"
             trace = await proxy.supervisor.close_session("k")
-            assert len(trace.calls) == 2 and trace.counters["over_budget"] == 2
+            assert len(trace.calls) == 2 and trace.counters["over_budget"] == 4
+            assert sum(row.trained_tokens for row in rows(trace)) == 6
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize(("budget", "policy"), [("tokens", {"max_session_tokens": 12}), ("wall", {"max_wall_s": 0.5})])
+def test_tokens_and_time_are_budgets_that_outlive_a_shard(
+    proxies: Proxies, budget: str, policy: dict[str, float]
+) -> None:
+    async def run() -> None:
+        async with proxies.run() as proxy, proxy.session("k", **policy) as harness:
+            assert "x-yoke-budget" not in (await harness.ask(USER)).headers  # 8 ids asked, 3 sampled
+            if budget == "tokens":
+                assert "x-yoke-budget" not in (await harness.ask(USER)).headers
+            os.kill(proxy.pids()[0], signal.SIGKILL)
+            await asyncio.sleep(0.6)
+            await harness.insist(USER)
+            assert (await harness.ask(USER)).headers["x-yoke-budget"] == budget
+
+    asyncio.run(run())
+
+
+def test_calls_at_once_are_limited(proxies: Proxies) -> None:
+    async def run() -> None:
+        async with proxies.run() as proxy, proxy.session("k", max_concurrent=1) as harness:
+            proxy.engine.script.append(Scripted("slow", delay_s=1))
+            waiting = asyncio.create_task(harness.ask(USER))
+            await eventually(lambda: proxy.engine.running == 1, "the call")
+            refused = await harness.ask([*USER, *USER])
+            assert refused.status_code == 429 and refused.headers["retry-after"] == "1"
+            assert (await waiting).status_code == 200
+            assert (await harness.ask([*USER, *USER])).status_code == 200
 
     asyncio.run(run())
 
