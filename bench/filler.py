@@ -64,7 +64,8 @@ class Passage:
 def passage(prefix: str, at: int, size: int) -> Passage:
     """About ``size`` bytes from byte ``at`` on (round the end), at least one line."""
     first = min(bisect_left(_STARTS, at % max(1, SIZE - size)), len(_LINES) - 1)
-    return Passage(prefix, first, max(first + 1, bisect_left(_STARTS, _STARTS[first] + size)))
+    last = min(bisect_left(_STARTS, _STARTS[first] + size), len(_LINES))
+    return Passage(prefix, first, max(first + 1, last))
 
 
 def span_of(text: str) -> Span:
