@@ -225,7 +225,8 @@ class FakeEngine:
     def _sample(self, prompt: bytes, max_tokens: int) -> Sample:
         size = self._random.randint(*self._sizes)
         finish = "stop" if size < max_tokens else "length"
-        latency_s = round(self._random.uniform(*self._latency_s), 3)
+        share = min(1.0, max_tokens / self._sizes[0])  # a probe for a token or two is answered soon
+        latency_s = round(self._random.uniform(*self._latency_s) * share, 3)
         size = min(size, max_tokens)
         seed = self._unlike_others(size)
         sample = Sample(seed, tokens.sampled_span(seed, size), latency_s, finish)
