@@ -6,10 +6,10 @@ override FRESH := $(if $(filter 1 true yes,$(FRESH)),fresh=true)
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help quickstart test install harnesses lint format lock soak clean
+.PHONY: help quickstart test install harnesses lint format lock soak bench-proxy bench-reference clean
 
 help:  ## list the targets
-	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 17
 
 quickstart: harnesses  ## install everything, then train and evaluate a small model (FRESH=1 starts over)
 	$(BIN)/yoke train +experiment=quickstart $(FRESH)
@@ -37,6 +37,12 @@ lock: install  ## pin everything that setup.cfg asks for, with hashes, in requir
 
 soak: harnesses  ## the long tests
 	$(BIN)/python -m pytest -m soak --timeout 0 $(ARGS)
+
+bench-proxy: install  ## compare the capture proxy with the bare engine and the reference (QUICK=1: a minute; ALL=1: every scenario)
+	$(BIN)/python -m bench.run $(if $(QUICK),--quick) $(if $(ALL),--scenario all) $(ARGS)
+
+bench-reference:  ## install the reference proxy for bench-proxy, in an environment of its own
+	bench/reference.sh
 
 clean:  ## remove the environment and every cache; runs/ stays
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .hypothesis .mypy_cache .ruff_cache

@@ -4,7 +4,7 @@
     python -m bench.run --scenario kill …     one of the other scenarios (see --help)
     python -m bench.run --quick               a minute
 
-Prints a markdown table and writes every figure as JSON beside it.
+Prints a markdown table with verdicts, and writes it and every figure (JSON lines) under runs/.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from typing import Any
 from bench.contract import Adapter, NotInstalled, Place, load_adapter
 from bench.limits import raise_open_files
 from bench.measure import UsageMeter, Watch, await_http, fetch, shard_pids
-from bench.table import table
+from bench.table import table, verdicts
 
 ROOT = Path(__file__).resolve().parent.parent
 ENGINE_PORT, TARGET_PORT = 18700, 18701
@@ -299,7 +299,7 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--kill-every", type=float, default=1.0, metavar="SECONDS")
     parser.add_argument("--kill-n", type=int, default=60, help="clients while shards are killed")
     parser.add_argument("--quick", action="store_true", help="64 sessions of 5 turns")
-    parser.add_argument("--out", type=Path, default=Path("bench-results.jsonl"), help="JSON lines; started afresh")
+    parser.add_argument("--out", type=Path, default=Path("runs/bench-proxy.jsonl"), help="of JSON lines")
     return parser
 
 
@@ -309,11 +309,14 @@ def main() -> None:
         options.n, options.turns, options.open_s, options.period, options.kills = 64, 5, 6.0, 2.2, 10
     names = list(SCENARIOS) if "all" in options.scenario else options.scenario
     raise_open_files()
+    options.out.parent.mkdir(parents=True, exist_ok=True)
     options.out.unlink(missing_ok=True)
     bench = Bench(options.out)
     for name in names:
         SCENARIOS[name](bench, options)
-    print(table(bench.rows))
+    report = f"{table(bench.rows)}\n\n{verdicts(bench.rows)}"
+    options.out.with_suffix(".md").write_text(report + "\n")
+    print(report)
     sys.exit(1 if any(row["wrong"] or row["lost_sessions"] for row in bench.rows if row["adapter"] == "yoke") else 0)
 
 

@@ -1,0 +1,10 @@
+#!/usr/bin/env bash
+# Installs the reference that bench-proxy compares with, OpenEnv's capture server, in .venv-openenv (Python 3.12 if there is one).
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+python=$(command -v python3.12 || command -v python3.11 || command -v python3)
+"$python" -m venv .venv-openenv
+.venv-openenv/bin/python -m pip install --quiet openenv==0.10.0 fastapi uvicorn uvloop httptools httpx
+.venv-openenv/bin/python -c "import openenv.core.harness.capture.server"
+echo "the reference is installed in .venv-openenv, on $("$python" --version)"

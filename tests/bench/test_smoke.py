@@ -1,0 +1,33 @@
+"""The bench itself at its smallest: real processes, a few sessions, every id right."""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+
+import pytest
+
+from bench.run import Bench, Load
+from bench.table import table, verdicts
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return int(listener.getsockname()[1])
+
+
+@pytest.mark.slow
+def test_twenty_sessions_bare_and_through_our_proxy(tmp_path: Path) -> None:
+    bench = Bench(tmp_path / "figures.jsonl", engine_port=free_port(), target_port=free_port())
+    load = Load("closed", {"n": 20, "turns": 3, "ramp": 0.2, "kb_end": 60}, latency_s=(0.02, 0.1), cap_s=60)
+    for adapter in ("direct", "yoke"):
+        row = bench.run(adapter, load)
+        assert row is not None
+        assert (row["sessions"], row["turns"], row["lost"]) == (20, 60, {})
+        assert row["wrong"] == 0, row["trace"]
+        assert row["trace"]["right_sessions"] == 20
+        assert row["trace"]["continuity_breaks"] == 0
+        assert row["trace"]["ids_checked"] > 60 * 5_000
+        assert row["engine"]["generated"] >= 60
+    assert "| closed | yoke | 20 |" in table(bench.rows)
+    assert "holds: closed: 0 lost, 0 wrong" in verdicts(bench.rows)
