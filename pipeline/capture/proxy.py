@@ -19,12 +19,15 @@ from typing import Any
 import httpx
 import uvicorn
 
+from pipeline.capture.continuity import SelfTest
 from pipeline.capture.control import UPSTREAM_KEY, UPSTREAMS
+from pipeline.capture.dialects.base import ApiError
 from pipeline.capture.front import Front
 from pipeline.capture.listener import BACKLOG
 from pipeline.capture.registry import Registry
 from pipeline.capture.supervisor import ShardSupervisor
 from pipeline.capture.text import api_base, trusts_environment
+from pipeline.capture.upstream import Engine
 from pipeline.config import Config, ProxyConfig, UserError
 
 ADMIN_KEY = "YOKE_ADMIN_KEY"  # environment: see conf/proxy
@@ -42,6 +45,8 @@ def run(config: Config) -> int:
     check(proxy)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     logging.getLogger("httpx").setLevel(logging.WARNING)
+    if proxy.selftest:
+        return asyncio.run(selftest(proxy))
     with _listen(proxy.host, proxy.port, "proxy.port") as front:
         place = _place(proxy, front.getsockname()[1])
         with _locked(place), _shard_listeners(proxy, place) as listeners:
@@ -54,6 +59,8 @@ def check(proxy: ProxyConfig) -> None:
         raise UserError("proxy.llm_url is not given: yoke proxy --llm-url http://host:8000")
     if not proxy.llm_url.startswith("http://") and not (proxy.mode == "text" and proxy.llm_url.startswith("https://")):
         raise UserError(f"proxy.llm_url={proxy.llm_url}: http://host:port is wanted (text mode takes https too)")
+    if proxy.mode == "text" and (proxy.selftest or proxy.render_fields):
+        raise UserError("proxy.mode=text has no render endpoint: neither proxy.selftest nor proxy.render_fields apply")
     if proxy.mode not in UPSTREAMS:
         raise UserError(f"proxy.mode={proxy.mode}: one of {', '.join(UPSTREAMS)}")
     if not 1 <= proxy.shards <= 256:
@@ -72,12 +79,25 @@ def is_loopback(host: str) -> bool:
         return host in LOCALHOST
 
 
+async def selftest(proxy: ProxyConfig) -> int:
+    """Print as JSON what continuity makes of the engine's chat template. Exit code 1: it would be served text-in."""
+    engine = Engine(
+        str(proxy.llm_url), await _model(proxy), proxy.request_timeout_s, proxy.outage_s, proxy.render_fields
+    )
+    try:
+        found = await SelfTest(engine).run()
+    except ApiError as error:
+        raise UserError(f"proxy.llm_url={proxy.llm_url}: {error.message}") from error
+    print(json.dumps(found.report(), indent=2))
+    return 1 if found.problem else 0
+
+
 async def serve(proxy: ProxyConfig, listener: socket.socket, shards: list[socket.socket], place: Path) -> int:
     """Run shards and session API until a signal; the exit code."""
     model = await _model(proxy)
     supervisor = ShardSupervisor(
         str(proxy.llm_url), proxy.shards, place, model, proxy.request_timeout_s, proxy.outage_s, proxy.mode,
-        listeners=shards,
+        listeners=shards, render_fields=proxy.render_fields,
     )  # fmt: skip
     ports = [shard.getsockname()[1] for shard in shards]
     signals = _Signals()

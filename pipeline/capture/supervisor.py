@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import json
 import logging
 import os
 import socket
@@ -11,7 +12,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -152,11 +153,13 @@ class ShardSupervisor:
         upstream: str = "engine",
         upstream_key: str | None = None,
         listeners: Sequence[socket.socket] = (),
+        render_fields: Mapping[str, Any] | None = None,
     ) -> None:
         """``upstream="text"``: ``engine_url`` is the base URL of any Chat Completions API that serves ``model_name``.
 
         Its API key is ``upstream_key``, else the environment's YOKE_UPSTREAM_KEY. Its traces hold text, no ids.
         ``listeners``: a listening socket a shard, for sessions that bring none of their own.
+        ``render_fields`` go into every render and derender: chat_template_kwargs, for example.
         """
         if upstream not in control.UPSTREAMS:
             raise ValueError(f"upstream={upstream!r} is none of {control.UPSTREAMS}")
@@ -164,6 +167,7 @@ class ShardSupervisor:
         self._directory = journal_dir.resolve()
         command = [sys.executable, "-m", "pipeline.capture.shard", "--engine", engine_url, "--model", model_name]
         command += ["--request-timeout", str(request_timeout_s), "--outage", str(outage_s), "--upstream", upstream]
+        command += ["--render-fields", json.dumps(dict(render_fields))] if render_fields else []
         environment = _environment() | ({control.UPSTREAM_KEY: upstream_key} if upstream_key else {})
         journals = [self._directory / f"shard-{i}.journal" for i in range(shards)]
         shared = [*listeners, *[None] * (shards - len(listeners))]
