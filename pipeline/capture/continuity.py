@@ -296,11 +296,15 @@ class SelfTest:
         return "lost" if tails[0] == tails[1] else "ok"
 
     async def _thoughts(self, template: Template) -> None:
-        """Where thoughts vanish, and whether they have to be put into the text to be kept at all."""
+        """Where thoughts vanish, and whether they have to be put into the text to be kept at all.
+
+        A template that keeps them in the text for ever (gpt-oss) does not know that they are thoughts.
+        """
         template.strips_after = tuple([role for role in ("tool", "user") if await self._strips(role, False)])
-        if "tool" in template.strips_after and not await self._strips("tool", True):
-            template.inline_thoughts = True
-            template.strips_after = tuple([role for role in ("tool", "user") if await self._strips(role, True)])
+        if "tool" not in template.strips_after or await self._strips("tool", True):
+            return
+        if await self._strips("user", True):
+            template.inline_thoughts, template.strips_after = True, ("user",)
 
     async def _strips(self, role: str, inline: bool) -> bool:
         """Whether thoughts of an assistant message vanish once a message of ``role`` follows."""

@@ -97,7 +97,7 @@ async def serve(proxy: ProxyConfig, listener: socket.socket, shards: list[socket
     model = await _model(proxy)
     supervisor = ShardSupervisor(
         str(proxy.llm_url), proxy.shards, place, model, proxy.request_timeout_s, proxy.outage_s, proxy.mode,
-        listeners=shards, render_fields=proxy.render_fields,
+        listeners=shards, render_fields=proxy.render_fields, named_weights=False,
     )  # fmt: skip
     ports = [shard.getsockname()[1] for shard in shards]
     signals = _Signals()

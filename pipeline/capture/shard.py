@@ -180,7 +180,7 @@ def turns_factory(arguments: argparse.Namespace) -> Callable[[Journal], Turns]:
     limits = arguments.request_timeout, arguments.outage
     if arguments.upstream == "engine":
         engine = Engine(arguments.engine, arguments.model, *limits, arguments.render_fields)
-        return functools.partial(EngineTurns, engine)
+        return functools.partial(EngineTurns, engine, named_weights=not arguments.foreign_weights)
     from pipeline.capture.text import TextTurns, TextUpstream  # httpx is slow to import and not for the hot path
 
     key = os.environ.get(UPSTREAM_KEY, "")
@@ -198,6 +198,7 @@ def main() -> None:
     parser.add_argument("--request-timeout", type=float, default=300.0, help="seconds for one request to the engine")
     parser.add_argument("--outage", type=float, default=60.0, help="seconds that an engine outage is waited out")
     parser.add_argument("--render-fields", type=msgspec.json.decode, help="JSON object: sent with every render")
+    parser.add_argument("--foreign-weights", action="store_true", help="the engine does not know policy versions")
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     for ignored in IGNORED_SIGNALS:
         signal.signal(ignored, signal.SIG_IGN)

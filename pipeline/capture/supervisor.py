@@ -154,12 +154,14 @@ class ShardSupervisor:
         upstream_key: str | None = None,
         listeners: Sequence[socket.socket] = (),
         render_fields: Mapping[str, Any] | None = None,
+        named_weights: bool = True,
     ) -> None:
         """``upstream="text"``: ``engine_url`` is the base URL of any Chat Completions API that serves ``model_name``.
 
         Its API key is ``upstream_key``, else the environment's YOKE_UPSTREAM_KEY. Its traces hold text, no ids.
         ``listeners``: a listening socket a shard, for sessions that bring none of their own.
         ``render_fields`` go into every render and derender: chat_template_kwargs, for example.
+        ``named_weights``: the engine names its weights by policy version (false for one that is not ours).
         """
         if upstream not in control.UPSTREAMS:
             raise ValueError(f"upstream={upstream!r} is none of {control.UPSTREAMS}")
@@ -168,6 +170,7 @@ class ShardSupervisor:
         command = [sys.executable, "-m", "pipeline.capture.shard", "--engine", engine_url, "--model", model_name]
         command += ["--request-timeout", str(request_timeout_s), "--outage", str(outage_s), "--upstream", upstream]
         command += ["--render-fields", json.dumps(dict(render_fields))] if render_fields else []
+        command += [] if named_weights else ["--foreign-weights"]
         environment = _environment() | ({control.UPSTREAM_KEY: upstream_key} if upstream_key else {})
         journals = [self._directory / f"shard-{i}.journal" for i in range(shards)]
         shared = [*listeners, *[None] * (shards - len(listeners))]
