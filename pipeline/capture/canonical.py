@@ -36,7 +36,7 @@ class Item(NamedTuple):
     """One wire item of a history. ``kind`` is "system" for instructions that stand outside the list of messages."""
 
     kind: str
-    raw: bytes
+    raw: msgspec.Raw | bytes  # of the request's body, which lives as long as the request
 
 
 @dataclass(frozen=True)

@@ -48,14 +48,14 @@ class _Connection(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport = cast(asyncio.Transport, transport)
 
-    def send(self, data: bytes) -> asyncio.Future[Reply]:
-        """Write one request; the future is its reply."""
+    def send(self, head: bytes, body: bytes) -> asyncio.Future[Reply]:
+        """Write one request; the future is its reply. The parts are not joined: a body may be large."""
         assert self.transport is not None
         self.reply = asyncio.get_running_loop().create_future()
         self.started = self.reusable = False
         self._body, self._retry_after = [], None
         self._parser = httptools.HttpResponseParser(self)
-        self.transport.write(data)
+        self.transport.writelines((head, body))
         return self.reply
 
     def data_received(self, data: bytes) -> None:
@@ -100,13 +100,12 @@ class HttpClient:
         head = (
             f"{method} {path} HTTP/1.1\r\nhost: {self._host}:{self._port}\r\n"
             f"content-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
-        )
-        data = head.encode() + body
+        ).encode()
         while True:
             connection, reused = await self._connect()
             try:
                 async with asyncio.timeout(timeout_s):
-                    reply = await connection.send(data)
+                    reply = await connection.send(head, body)
             except ConnectionFailed:
                 if reused and not connection.started:
                     continue

@@ -32,6 +32,7 @@ from pipeline.capture.turn import EngineTurns, Turns
 from pipeline.capture.upstream import Engine
 
 REWRITE_BYTES = 256 * 2**20  # the journal drops closed sessions when it has grown by so much
+GC_THRESHOLDS = (50_000, 50, 100)  # requests make many objects and hardly a cycle
 CLOSE_S = 5.0  # aborted turns of a closing session get so long to end
 IGNORED_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 
@@ -65,6 +66,10 @@ class Shard:
         self.ended = asyncio.Event()
         self._channel = Channel(control, self._order, self.ended.set)
         self._channel.send({"ready": True, "sessions": len(self._sessions)})
+
+    async def warm(self) -> None:
+        """Learn what can be learnt before the first request."""
+        await self._turns.warm()
 
     def _order(self, message: dict[str, Any], fds: list[int]) -> None:
         task = asyncio.ensure_future(self._obey(message["id"], self._handlers[message["op"]](message, fds)))
@@ -170,9 +175,12 @@ async def _no_app(scope: Any, receive: Any, send: Any) -> None:
 async def serve(arguments: argparse.Namespace) -> None:
     """Serve until the supervisor is gone."""
     shard = Shard(socket.socket(fileno=arguments.control), arguments.journal, turns_factory(arguments))
+    warming = asyncio.create_task(shard.warm())
     gc.collect()
     gc.freeze()
+    gc.set_threshold(*GC_THRESHOLDS)
     await shard.ended.wait()
+    warming.cancel()
 
 
 def turns_factory(arguments: argparse.Namespace) -> Callable[[Journal], Turns]:

@@ -134,6 +134,9 @@ class TextTurns(Turns):
         super().__init__(journal)
         self._upstream = upstream
 
+    async def warm(self) -> None:
+        """Nothing: any API will do."""
+
     async def prompt_tokens(self, session: Session, request: ChatRequest) -> int:
         """Raises ApiError: without a tokenizer a count would be a guess, and harnesses compact by it."""
         raise ApiError(Fault.NOT_FOUND, "this upstream counts no tokens")

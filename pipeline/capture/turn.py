@@ -36,6 +36,7 @@ from pipeline.capture.upstream import (
 AUDITED = 0.01  # of the bridged prompts are compared with the whole history rendered
 ADDED_MS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000)  # bounds of the histogram of added latency
 WEIGHTS_POLL_S = 0.5
+WARM_RETRY_S = 1.0
 SAMPLES = 3  # tries of one call, when a weight sync or the engine spoils a sample
 CALL_MARKERS = (
     "<tool_call>",
@@ -76,6 +77,10 @@ class Turns(ABC):
         except EngineError:
             self.count(session, "engine_failures")
             raise
+
+    @abstractmethod
+    async def warm(self) -> None:
+        """Learn what can be learnt from the upstream before the first request."""
 
     @abstractmethod
     async def prompt_tokens(self, session: Session, request: ChatRequest) -> int:
@@ -174,6 +179,14 @@ class EngineTurns(Turns):
         self._templates: dict[bool | None, Template] = {}
         self._learning = asyncio.Lock()
         self._audits: set[asyncio.Task[None]] = set()
+
+    async def warm(self) -> None:
+        while None not in self._templates:
+            try:
+                await self.template(None)
+            except ApiError as error:
+                log.info("the self-test waits for the engine: %s", error)
+                await asyncio.sleep(WARM_RETRY_S)
 
     async def template(self, thinking: bool | None) -> Template:
         """What is known of the engine's chat template; the first caller pays for the self-test. Raises ApiError."""

@@ -112,7 +112,7 @@ def test_only_the_sessions_own_key_is_known_on_its_listener(proxies: Proxies) ->
             assert replies[0].json()["error"]["code"] == "invalid_api_key"
             bad_json = await one.http.post("/v1/chat/completions", content=b"{", headers={"authorization": "Bearer x"})
             assert bad_json.status_code == 401  # before parsing
-            assert proxy.engine.rendered == []
+            assert proxy.engine.generated == []
 
     asyncio.run(run())
 
@@ -402,6 +402,7 @@ def test_a_shard_that_hangs_is_replaced(proxies: Proxies, monkeypatch: pytest.Mo
     async def run() -> None:
         async with proxies.run() as proxy, proxy.session("k") as harness:
             await harness.message(USER)
+            await asyncio.sleep(0.1)  # so that its delivery is in the journal
             (hung,) = proxy.pids()
             os.kill(hung, signal.SIGSTOP)
             waiting = asyncio.create_task(harness.insist(USER))

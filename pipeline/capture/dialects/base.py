@@ -327,7 +327,7 @@ class Dialect(ABC):
     def split(self, name: str, value: Raw | bytes) -> list[Item]:
         """The items of a JSON list, still as text. Raises ApiError(INVALID)."""
         try:
-            return [Item("", bytes(raw)) for raw in self._lists.decode(value)]
+            return [Item("", raw) for raw in self._lists.decode(value)]
         except msgspec.DecodeError as error:
             raise ApiError(Fault.INVALID, f"{name}: must be a list: {error}") from error
 
