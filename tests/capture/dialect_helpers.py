@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
-from urllib.parse import urlsplit
+from urllib.parse import unquote, urlsplit
 
 import msgspec
 
@@ -45,7 +45,7 @@ class Stub:
 
     def reply(self, method: str, target: str, body: bytes) -> tuple[int, str, bytes]:
         """Status, content type and body."""
-        path, query = urlsplit(target)[2:4]
+        path, query = unquote(urlsplit(target).path), urlsplit(target).query
         dialect, route = dialects.find(method, path)
         try:
             if route is None:
@@ -62,7 +62,7 @@ class Stub:
         except ApiError as error:
             return dialect.status(error), "application/json", msgspec.json.encode(dialect.error(error))
         if request.stream:
-            return 200, "text/event-stream", dialect.events(request, answer)
+            return 200, dialect.stream_type(request).decode(), dialect.events(request, answer)
         return 200, "application/json", msgspec.json.encode(dialect.answer(request, answer))
 
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 from pipeline.capture.dialects.anthropic import Anthropic
 from pipeline.capture.dialects.base import Dialect, Route
 from pipeline.capture.dialects.chat import Chat
+from pipeline.capture.dialects.gemini import Gemini
 from pipeline.capture.dialects.responses import Responses
 
-DIALECTS: tuple[Dialect, ...] = (Chat(), Anthropic(), Responses())
+DIALECTS: tuple[Dialect, ...] = (Chat(), Anthropic(), Responses(), Gemini())
 
 
 def find(method: str, path: str) -> tuple[Dialect, Route | None]:

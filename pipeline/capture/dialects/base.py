@@ -367,6 +367,10 @@ class Dialect(ABC):
     def events(self, request: ChatRequest, answer: Answer) -> bytes:
         """The whole event stream of an answer."""
 
+    def stream_type(self, request: ChatRequest) -> bytes:
+        """The content type of a streamed answer."""
+        return b"text/event-stream"
+
     @abstractmethod
     def error(self, error: ApiError) -> dict[str, Any]:
         """The JSON body of an error."""
@@ -384,8 +388,13 @@ class Dialect(ABC):
         return {"input_tokens": count}
 
     def models(self, model: str) -> dict[str, Any]:
-        """The body of a model list."""
-        return {"object": "list", "data": [{"id": model, "object": "model", "created": 0, "owned_by": "yoke"}]}
+        """The body of a model list: the APIs share its path, so one body has what the clients of each of them read."""
+        known = {"id": model, "object": "model", "created": 0, "owned_by": "yoke", "type": "model"}
+        named = {"display_name": model, "created_at": "1970-01-01T00:00:00Z"}
+        methods = ["generateContent", "countTokens"]
+        gemini = {"name": f"models/{model}", "displayName": model, "supportedGenerationMethods": methods}
+        paging = {"has_more": False, "first_id": model, "last_id": model}
+        return {"object": "list", "data": [known | named], "models": [gemini]} | paging
 
 
 def _decoded(name: str, value: Raw | bytes, kind: Any) -> Any:
