@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.contract import Adapter, NotInstalled, Place, load_adapter
+from bench.dialects import DIALECTS
 from bench.limits import raise_open_files
 from bench.measure import UsageMeter, Watch, await_http, fetch, shard_pids
 from bench.table import table, verdicts
@@ -56,6 +57,7 @@ class Bench:
     out: Path
     engine_port: int = ENGINE_PORT
     target_port: int = TARGET_PORT
+    dialects: str = ",".join(DIALECTS)
     rows: list[dict[str, Any]] = field(default_factory=list)
 
     def run(self, adapter_name: str, load: Load) -> dict[str, Any] | None:
@@ -91,7 +93,8 @@ class Bench:
                 started_s = await_http(url + adapter.HEALTH, target)
             time.sleep(SETTLE_S)
             measured = _Measured(target, engine, url, adapter.HEALTH, engine_url)
-            figures = measured.load(_load_command(name, url, engine_url, load), load)
+            command = _load_command(name, url, engine_url, load, self.dialects)
+            figures = measured.load(command, load)
             return figures | {"start_s": round(started_s, 2)}
 
 
@@ -221,8 +224,9 @@ def _pinned(command: Sequence[str], load: Load, role: str) -> list[str]:
     return ["taskset", "-c", cores, *command] if cores else list(command)
 
 
-def _load_command(adapter: str, url: str, engine_url: str, load: Load) -> list[str]:
+def _load_command(adapter: str, url: str, engine_url: str, load: Load, dialects: str) -> list[str]:
     command = [sys.executable, "-m", "bench.load", "--adapter", adapter, "--base", url, "--engine", engine_url]
+    command += ["--dialects", dialects]
     for name, value in load.options.items():
         flag = "--" + name.replace("_", "-")
         command += [flag] if value is True else [flag, str(value)]
@@ -264,7 +268,8 @@ def inflight(bench: Bench, options: argparse.Namespace) -> None:
 
 def kill(bench: Bench, options: argparse.Namespace) -> None:
     """Shards die all the time; clients ask again as harnesses do."""
-    load = {"n": options.kill_n, "turns": options.turns, "duration": options.kills * options.kill_every, "retry": True}
+    load = {"n": options.kill_n, "turns": options.turns, "duration": options.kills * options.kill_every}
+    load |= {"retry": True, "rows": True}
     bench.run("yoke", Load("kill", load, (0.1, 0.5), options.shards, kill_every_s=options.kill_every))
 
 
@@ -291,6 +296,7 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--adapters", nargs="+", default=["direct", "yoke", "openenv"], help="names or paths")
     parser.add_argument("--n", type=int, default=640, help="sessions")
     parser.add_argument("--turns", type=int, default=10, help="of a session")
+    parser.add_argument("--dialects", default=",".join(DIALECTS))
     parser.add_argument("--shards", type=int, default=2)
     parser.add_argument("--open-s", type=float, default=30, help="measured seconds of the open loop")
     parser.add_argument("--period", type=float, default=3, help="seconds between turns of a session in the open loop")
@@ -311,7 +317,7 @@ def main() -> None:
     raise_open_files()
     options.out.parent.mkdir(parents=True, exist_ok=True)
     options.out.unlink(missing_ok=True)
-    bench = Bench(options.out)
+    bench = Bench(options.out, dialects=options.dialects)
     for name in names:
         SCENARIOS[name](bench, options)
     report = f"{table(bench.rows)}\n\n{verdicts(bench.rows)}"
