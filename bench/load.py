@@ -19,6 +19,7 @@ import time
 from collections import Counter
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
@@ -367,6 +368,7 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--readback-max", type=int, default=10**9)
     parser.add_argument("--readback-par", type=int, default=4)
     parser.add_argument("--rows", action="store_true", help="read and check the rows, too")
+    parser.add_argument("--out", type=Path, help="a file for the figures instead of stdout")
     parser.add_argument("--delete", action="store_true", help="delete each session once it was read")
     return parser
 
@@ -376,7 +378,8 @@ def main() -> None:
     raise_open_files()
     gc.freeze()
     gc.set_threshold(50_000, 50, 100)
-    print(json.dumps(uvloop.run(run(options))))
+    figures = json.dumps(uvloop.run(run(options)))
+    options.out.write_text(figures) if options.out else print(figures)
 
 
 if __name__ == "__main__":
