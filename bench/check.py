@@ -15,7 +15,7 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from bench.contract import ReadCall
+from bench.contract import ReadCall, ReadRow
 from bench.filler import TOOL_NAMES, Passage
 from bench.tokens import (
     CALL_SIZE,
@@ -115,11 +115,12 @@ def prompts(script: Sequence[Said], turns: Sequence[Turn], show: Callable[[Said]
 
 @dataclass
 class Verdict:
-    """What the checks found; every number but the first four must be 0."""
+    """What the checks found; every number but the first five must be 0."""
 
     sessions: int = 0
     right_sessions: int = 0
     ids_checked: int = 0
+    rows: int = 0
     continuity_breaks: int = 0  # prompts that do not extend the call before id by id: text-in proxies have them
     missing_calls: int = 0
     extra_calls: int = 0
@@ -128,6 +129,7 @@ class Verdict:
     wrong_sampled: int = 0
     wrong_logprobs: int = 0
     wrong_delivered: int = 0
+    wrong_rows: int = 0
     unreadable: int = 0
     renderings: Counter[str] = field(default_factory=Counter)
     read_errors: Counter[str] = field(default_factory=Counter)
@@ -137,7 +139,7 @@ class Verdict:
         """How many things are wrong."""
         return (
             self.missing_calls + self.extra_calls + self.wrong_prompts + self.wrong_engine_prompts
-            + self.wrong_sampled + self.wrong_logprobs + self.wrong_delivered + self.unreadable
+            + self.wrong_sampled + self.wrong_logprobs + self.wrong_delivered + self.wrong_rows + self.unreadable
         )  # fmt: skip
 
 
@@ -166,6 +168,14 @@ class Checker:
                 verdict.continuity_breaks += 1
             previous = np.concatenate((call.prompt_ids, call.sampled_ids))
         verdict.right_sessions += verdict.wrong == before
+
+    def check_rows(self, calls: Sequence[ReadCall], rows: Sequence[ReadRow]) -> None:
+        """Each row is a call's prompt and answer, and all delivered ids are supervised, each in one row."""
+        self.verdict.rows += len(rows)
+        sequences = {call.prompt_ids.tobytes() + call.sampled_ids.tobytes() for call in calls}
+        self.verdict.wrong_rows += sum(row.input_ids.tobytes() not in sequences for row in rows)
+        delivered = sum(len(call.sampled_ids) for call in calls if call.delivered)
+        self.verdict.wrong_rows += sum(row.supervised for row in rows) != delivered
 
     def check_engine_prompt(self, turn: Turn, digest: str) -> None:
         """Compare what the engine was sent."""

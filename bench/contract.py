@@ -46,12 +46,24 @@ class ReadCall:
     delivered: bool = True
 
 
+@dataclass(frozen=True)
+class ReadRow:
+    """One row of a trace."""
+
+    input_ids: NDArray[np.int32]
+    supervised: int  # ids under the loss mask
+
+
 class NotInstalled(Exception):
     """The target is not there; the message says how to get it."""
 
 
 class Adapter(Protocol):
-    """One target. ``control`` is a connection to the address that ``start_cmd`` serves on."""
+    """One target. ``control`` is a connection to the address that ``start_cmd`` serves on.
+
+    It may also have ``read_rows(control, key) -> list[ReadRow]``; ``CHAT_EXTRA``, fields for each Chat Completions
+    request; and ``DIALECTS``, clients of its own.
+    """
 
     PREFIX: str  # of every path of the model API
     HEALTH: str  # a path that answers 200 when the target serves

@@ -19,13 +19,14 @@ import time
 from collections import Counter
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
 import uvloop
 
 from bench.check import Checker, Said, Turn
-from bench.contract import Adapter, Opened, ReadCall, load_adapter
+from bench.contract import Adapter, Opened, ReadCall, ReadRow, load_adapter
 from bench.dialects import DIALECTS, Talk
 from bench.filler import SIZE, SYSTEM, passage
 from bench.limits import raise_open_files
@@ -67,6 +68,7 @@ class Session:
     script: list[Said] = field(default_factory=list)
     turns: list[Turn] = field(default_factory=list)
     calls: list[ReadCall] | Exception | None = None  # the trace, once read
+    rows: list[ReadRow] | None = None
 
     def say(self, text: str, at: int, size: int) -> None:
         """Add the task or a tool result."""
@@ -193,6 +195,9 @@ class Generator:
                     lambda control: self.adapter.read_trace(control, session.opened.key)
                 )
                 self.read_s.append(time.perf_counter() - started)
+                if self.options.rows:
+                    read_rows = self.adapter.read_rows  # type: ignore[attr-defined]  # optional
+                    session.rows = await self._with_control(lambda control: read_rows(control, session.opened.key))
                 if self.options.delete:
                     await self._with_control(lambda control: self.adapter.delete(control, session.opened.key))
             except Exception as error:
@@ -274,7 +279,9 @@ class Generator:
                 checker.unreadable(session.calls)
             elif session.calls is not None:
                 checker.check(session.dialect, session.script, session.turns, session.calls)
-                session.calls = None
+                if session.rows is not None:
+                    checker.check_rows(session.calls, session.rows)
+                session.calls = session.rows = None
         return checker
 
     def figures(self, wall_s: float, cpu_s: float) -> dict[str, Any]:
@@ -360,6 +367,8 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--readback", choices=["after", "end", "none"], default="after")
     parser.add_argument("--readback-max", type=int, default=10**9)
     parser.add_argument("--readback-par", type=int, default=4)
+    parser.add_argument("--rows", action="store_true", help="read and check the rows, too")
+    parser.add_argument("--out", type=Path, help="a file for the figures instead of stdout")
     parser.add_argument("--delete", action="store_true", help="delete each session once it was read")
     return parser
 
@@ -369,7 +378,8 @@ def main() -> None:
     raise_open_files()
     gc.freeze()
     gc.set_threshold(50_000, 50, 100)
-    print(json.dumps(uvloop.run(run(options))))
+    figures = json.dumps(uvloop.run(run(options)))
+    options.out.write_text(figures) if options.out else print(figures)
 
 
 if __name__ == "__main__":

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import http.client
 import os
+import subprocess
 import threading
 import time
-import urllib.error
 import urllib.request
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,6 +17,10 @@ TICKS = os.sysconf("SC_CLK_TCK")
 PAGE = os.sysconf("SC_PAGE_SIZE")
 PROBE_EVERY_S = 0.25
 PROBE_TIMEOUT_S = 60
+
+
+class RunFailed(Exception):
+    """A run that gave no figures; the message says why."""
 
 
 class Usage(NamedTuple):
@@ -125,15 +129,15 @@ def fetch(url: str, timeout_s: float = 5.0) -> bytes:
         return bytes(reply.read())
 
 
-def await_http(url: str, alive: object, timeout_s: float = 60.0) -> float:
-    """Seconds until a URL answers 200. Raises RuntimeError when its process (a Popen) ends first, or on time-out."""
+def await_http(url: str, process: subprocess.Popen[bytes], timeout_s: float = 60.0) -> float:
+    """Seconds until a process answers 200 at a URL. Raises RunFailed when it ends first, or on time-out."""
     started = time.monotonic()
     while time.monotonic() - started < timeout_s:
+        if process.poll() is not None:
+            raise RunFailed(f"what should serve {url} ended with {process.returncode}")
         try:
             fetch(url)
             return time.monotonic() - started
         except OSError:
             time.sleep(0.05)
-        if getattr(alive, "poll", lambda: None)() is not None:
-            raise RuntimeError(f"what should serve {url} ended")
-    raise RuntimeError(f"nothing served {url} within {timeout_s:.0f} s")
+    raise RunFailed(f"nothing served {url} within {timeout_s:.0f} s")

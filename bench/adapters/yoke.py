@@ -9,7 +9,7 @@ import msgspec
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from bench.contract import Opened, Place, ReadCall, expect_status
+from bench.contract import Opened, Place, ReadCall, ReadRow, expect_status
 from bench.wire import Connection
 
 PREFIX, HEALTH = "", "/health"
@@ -45,6 +45,14 @@ async def read_trace(control: Connection, key: str) -> list[ReadCall]:
         ReadCall(prompt, ids, probabilities, bool(flag))
         for prompt, ids, probabilities, flag in zip(prompts, sampled, logprobs, delivered, strict=True)
     ]
+
+
+async def read_rows(control: Connection, key: str) -> list[ReadRow]:
+    reply = await control.request("GET", f"/sessions/{key}/rows")
+    expect_status(reply.status, reply.body, 200)
+    table = pa.ipc.open_stream(reply.body).read_all()
+    pairs = zip(_lists(table, "input_ids"), _lists(table, "loss_mask"), strict=True)
+    return [ReadRow(ids, int(mask.sum())) for ids, mask in pairs]
 
 
 async def delete(control: Connection, key: str) -> None:

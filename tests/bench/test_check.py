@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from bench.check import RENDERINGS, Checker, Said, Turn, json_result, prompts, split_answer, verbatim
-from bench.contract import ReadCall
+from bench.contract import ReadCall, ReadRow
 from bench.filler import SYSTEM, passage
 from bench.tokens import CLOSE, CLOSE_LOGPROB, LOGPROBS, sampled_span
 
@@ -108,3 +108,19 @@ def test_when_clients_ask_again_an_undelivered_call_may_be_there_but_no_delivere
     assert verdict_of([other, *right()], retried=True).verdict.extra_calls == 1
     assert verdict_of(right()[1:], retried=True).verdict.missing_calls == 1
     assert verdict_of(changed(1, delivered=False), retried=True).verdict.wrong_delivered == 1
+
+
+def test_rows_hold_every_delivered_id_once() -> None:
+    calls = right()
+    whole = ReadRow(np.append(calls[-1].prompt_ids, calls[-1].sampled_ids), sum(len(c.sampled_ids) for c in calls))
+    first = ReadRow(np.append(calls[0].prompt_ids, calls[0].sampled_ids), len(calls[0].sampled_ids))
+
+    def wrong(*rows: ReadRow) -> int:
+        checker = Checker({}, retried=False)
+        checker.check_rows(calls, rows)
+        return checker.verdict.wrong_rows
+
+    assert wrong(whole) == 0
+    assert wrong(replace(whole, supervised=whole.supervised - 1)) == 1
+    assert wrong(whole, first) == 1  # the first answer twice
+    assert wrong(replace(whole, input_ids=bumped(whole.input_ids, -1))) == 1

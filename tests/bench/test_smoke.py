@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-import socket
 from pathlib import Path
 
 import pytest
 
-from bench.run import Bench, Load
+from bench.rig import Load
+from bench.run import Bench
 from bench.table import table
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return int(listener.getsockname()[1])
 
 
 @pytest.mark.slow
 def test_twenty_sessions(tmp_path: Path) -> None:
-    bench = Bench(tmp_path / "figures.jsonl", engine_port=free_port(), target_port=free_port())
+    bench = Bench(tmp_path / "figures.jsonl")
     load = Load("closed", {"n": 20, "turns": 3, "ramp": 0.2, "kb_end": 60}, latency_s=(0.02, 0.1), cap_s=60)
     for adapter in ("direct",):
         row = bench.run(adapter, load)
