@@ -239,6 +239,7 @@ class ProxyConfig:
     admin_key: str | None = None
     request_timeout_s: float = 600.0
     outage_s: float = 60.0
+    read_s: float = 60.0
     drain_s: float = 30.0
     render_fields: dict[str, Any] = field(default_factory=dict)  # sent with every render and derender
     selftest: bool = False

@@ -6,6 +6,7 @@ import hmac
 import logging
 import re
 import secrets
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 
@@ -25,8 +26,6 @@ log = logging.getLogger(__name__)
 
 class CaptureApp(ABC):
     """The ASGI application of a listener. Whose session a request is of is left to ``find``."""
-
-    draining = False  # no new turn is taken
 
     def __init__(self, turns: Turns) -> None:
         self._turns = turns
@@ -51,8 +50,9 @@ class CaptureApp(ABC):
             await exchange.reply(200, {})
             return
         session = self.find(api_key(exchange.headers, exchange.query), exchange)
+        session.touched = time.monotonic()
         if route is None:
-            raise ApiError(Fault.NOT_FOUND, f"no such route: {exchange.method} {exchange.path}")
+            raise _no_route(exchange)
         try:
             await self._act(dialect, route.action, session, exchange)
         except (ApiError, ClientLeft):
@@ -81,7 +81,7 @@ class CaptureApp(ABC):
         most = session.policy.max_concurrent
         if most and len(session.turns) >= most:
             raise ApiError(Fault.RATE_LIMITED, f"this session may make {most} calls at once", BUSY_RETRY_S)
-        if self.draining:
+        if self._turns.draining:
             raise ApiError(Fault.UNAVAILABLE, "the capture proxy is shutting down", RESTART_RETRY_S)
 
 
@@ -114,6 +114,13 @@ class SharedApp(CaptureApp):
             raise ApiError(Fault.UNAUTHORIZED, "unknown API key")
         url = f"http://{exchange.host}:{self._ports[shard]}"
         raise ApiError(Fault.MISDIRECTED, f"this key belongs to another shard of the proxy: its base URL is {url}")
+
+
+def _no_route(exchange: Exchange) -> ApiError:
+    known = dialects.methods(exchange.path)
+    if known:
+        return ApiError(Fault.METHOD, f"{exchange.path} takes {' or '.join(known)}, not {exchange.method}")
+    return ApiError(Fault.NOT_FOUND, f"no such route: {exchange.method} {exchange.path}")
 
 
 def new_key(shard: int) -> str:

@@ -70,11 +70,18 @@ class Delivery:
             await self._send(words, (BUDGET_HEADER, spent.budget.encode()))
             return
         await self._send(node.answer)
+        self._turns.totals[f"turns_{self._dialect.name}"] += 1
         if await self._exchange.connection.drained():
-            try:
-                self._turns.delivered(self._session, node)
-            except OSError as error:
-                self._broken(error)
+            self._note(node)
+        else:
+            self._turns.totals["undelivered"] += 1
+
+    def _note(self, node: Node) -> None:
+        """The answer is out, so nothing can be told any more when the journal fails."""
+        try:
+            self._turns.delivered(self._session, node)
+        except OSError as error:
+            self._broken(error)
 
     async def _answer(self, task: asyncio.Task[object]) -> Node:
         """The call. While it lasts, a client that leaves cancels it. Raises ApiError or ClientLeft."""

@@ -11,7 +11,7 @@ import msgspec
 import zstandard
 
 from pipeline.capture.dialects.base import ApiError, Dialect, Fault, require
-from pipeline.capture.listener import READ_S, Connection
+from pipeline.capture.listener import Connection
 
 BODY_CAP = 64 * 2**20  # bytes, before and after decompression
 JSON, EVENTS = b"application/json", b"text/event-stream"
@@ -60,7 +60,7 @@ class Exchange:
             if len(data) > BODY_CAP:
                 raise _too_large()
             if more and self.connection.slow:
-                raise ApiError(Fault.SLOW_REQUEST, f"the request did not arrive within {READ_S:.0f} s")
+                raise ApiError(Fault.SLOW_REQUEST, f"the request did not arrive within {self.connection.read_s:g} s")
         return decompress(bytes(data), self.headers.get("content-encoding", ""))
 
     async def start(self, status: int, kind: bytes, *headers: Header) -> None:

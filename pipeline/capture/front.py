@@ -9,12 +9,15 @@ import itertools
 import logging
 import re
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import msgspec
+from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.applications import Starlette
 from starlette.background import BackgroundTask
 from starlette.exceptions import HTTPException
@@ -24,17 +27,18 @@ from starlette.routing import Route
 
 from pipeline.capture.app import new_key
 from pipeline.capture.export import SCHEMAS, Exporter
+from pipeline.capture.metrics import ProxyMetrics
 from pipeline.capture.registry import Entry, Registry
 from pipeline.capture.session import file_name
 from pipeline.capture.supervisor import CaptureError, ShardSupervisor
-from pipeline.config import SessionPolicy
+from pipeline.config import SessionPolicy, UserError
 from pipeline.records import PolicyVersion
 
 ARROW = "application/vnd.apache.arrow.stream"
 BODY_CAP = 2**20  # bytes of a request to this API
 SESSION_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
 POLICY_FIELDS = {field.name: field.type for field in dataclasses.fields(SessionPolicy)}
-TYPES = {"float": float, "int": int, "str": str, "bool": bool}
+TYPES = {"float": (float, int), "int": (int,), "str": (str,), "bool": (bool,), "bool | None": (bool, type(None))}
 
 log = logging.getLogger(__name__)
 
@@ -56,6 +60,9 @@ class Front:
         self._registry = Registry(directory)
         self._exporter = Exporter()
         self._numbers = itertools.count()
+        self._metrics = ProxyMetrics(supervisor.figures, self._counts)
+        self._expired = 0
+        self._ends: dict[str, asyncio.Task[None]] = {}
         self.draining = False
         self.app = Starlette(routes=self._routes(), exception_handlers={HTTPException: _complain})
 
@@ -69,6 +76,7 @@ class Front:
             Route(one, self._guarded(self._delete), methods=["DELETE"]),
             Route(f"{one}/close", self._guarded(self._close), methods=["POST"]),
             Route(f"{one}/{{kind}}", self._guarded(self._export), methods=["GET"]),
+            Route("/metrics", self._guarded(self._show_metrics)),
             Route("/policy_version", self._guarded(self._set_version), methods=["PUT"]),
         ]
 
@@ -76,6 +84,28 @@ class Front:
         """Take up the sessions that were open when an earlier proxy with this directory ended."""
         entries = [entry for entry in self._registry.entries.values() if entry.is_open]
         await asyncio.gather(*(self._reopen(entry) for entry in entries))
+
+    def expire(self, session_ids: Sequence[str]) -> None:
+        """Close sessions that were idle for too long. May be told of the same ones again."""
+        for session_id in session_ids:
+            entry = self._registry.entries.get(session_id)
+            if entry is not None and entry.is_open and session_id not in self._ends:
+                task = self._ends[session_id] = asyncio.create_task(self._expire(entry))
+                task.add_done_callback(partial(self._ended, session_id))
+
+    def _ended(self, session_id: str, task: asyncio.Task[None]) -> None:
+        del self._ends[session_id]
+
+    async def _expire(self, entry: Entry) -> None:
+        try:
+            await self._end(entry, "idle")
+            self._expired += 1
+        except CaptureError as error:
+            log.warning("an idle session could not be closed: %s", error)
+
+    def _counts(self) -> dict[str, int]:
+        states = Counter(entry.is_open for entry in self._registry.entries.values())
+        return {"open": states[True], "closed": states[False], "expired": self._expired}
 
     def close(self) -> None:
         """End what this object started."""
@@ -190,6 +220,9 @@ class Front:
                 source.unlink(missing_ok=True)
         return FileResponse(out, media_type=ARROW, background=BackgroundTask(out.unlink))
 
+    async def _show_metrics(self, request: Request) -> Response:
+        return Response(self._metrics.text(), media_type=CONTENT_TYPE_LATEST)
+
     async def _set_version(self, request: Request) -> Response:
         version = (await _object(request)).get("version")
         try:
@@ -247,16 +280,18 @@ def _policy(wish: Mapping[str, Any], defaults: SessionPolicy) -> SessionPolicy:
         if name not in POLICY_FIELDS:
             raise HTTPException(400, f"unknown field {name!r}; known: {', '.join(sorted(POLICY_FIELDS))}")
         _check(name, value)
-    return replace(defaults, **wish)
+    try:
+        return replace(defaults, **wish)
+    except UserError as error:
+        raise HTTPException(400, str(error)) from error
 
 
 def _check(name: str, value: Any) -> None:
-    kind = TYPES[str(POLICY_FIELDS[name])]
-    fits = isinstance(value, kind) or (kind is float and isinstance(value, int))
-    if not fits or (isinstance(value, bool) and kind is not bool):
-        raise HTTPException(400, f"{name} must be a {kind.__name__}, not {value!r}")
-    if kind in (int, float) and value < 0:
-        raise HTTPException(400, f"{name} must not be negative")
+    """Raises HTTPException unless the value has its field's type."""
+    kinds = TYPES[str(POLICY_FIELDS[name])]
+    if type(value) not in kinds:
+        wanted = " or ".join("null" if kind is type(None) else kind.__name__ for kind in kinds)
+        raise HTTPException(400, f"{name} must be {wanted}, not {value!r}")
 
 
 def _view(entry: Entry, figures: Mapping[str, dict[str, Any]]) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from uvicorn.server import ServerState
 
 BACKLOG = 4096  # connections that wait while a shard is replaced; the kernel may allow fewer
 KEEP_ALIVE_S = 3600  # harnesses idle as long as their tools run
-READ_S = 60.0  # a request must have arrived so long after its first byte
+READ_S = 60.0  # a request must have arrived so long after its first byte, unless the listener says otherwise
 DRAIN_S = 30.0  # a client that does not read an answer for so long did not get it
 DRAIN_POLL_S = 0.02
 TOO_SLOW = b"HTTP/1.1 408 Request Timeout\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
@@ -23,9 +23,10 @@ TOO_SLOW = b"HTTP/1.1 408 Request Timeout\r\nconnection: close\r\ncontent-length
 class Connection(HttpToolsProtocol):
     """uvicorn's protocol, with what an application must know of its client: that it left, is slow, has its answer.
 
-    ``on_lost`` is called when the client leaves.
+    ``on_lost`` is called when the client leaves; ``read_s`` is how long a request may take to arrive.
     """
 
+    read_s = READ_S
     lost = False
     slow = False
     on_lost: Callable[[], object] | None = None
@@ -42,7 +43,7 @@ class Connection(HttpToolsProtocol):
     def on_message_begin(self) -> None:
         super().on_message_begin()
         self._in_headers = True
-        self._deadline = self.loop.call_later(READ_S, self._too_slow)
+        self._deadline = self.loop.call_later(self.read_s, self._too_slow)
 
     def on_headers_complete(self) -> None:
         self._in_headers = False
@@ -84,14 +85,14 @@ class Listener:
         self._server, self._state = server, state
 
     @classmethod
-    async def open(cls, listener: socket.socket, app: Any, config: uvicorn.Config) -> Listener:
+    async def open(cls, listener: socket.socket, app: Any, config: uvicorn.Config, read_s: float = READ_S) -> Listener:
         """Serve an app on a socket that already listens."""
         state = ServerState()
         loop = asyncio.get_running_loop()
 
         def connect() -> Connection:
             connection = Connection(config, state, {}, loop)
-            connection.app = app
+            connection.app, connection.read_s = app, read_s
             connection.app_state["connection"] = connection
             return connection
 

@@ -25,7 +25,7 @@ from pipeline.capture.dialects.base import ApiError
 from pipeline.capture.front import Front
 from pipeline.capture.listener import BACKLOG
 from pipeline.capture.registry import Registry
-from pipeline.capture.supervisor import ShardSupervisor
+from pipeline.capture.supervisor import CaptureError, ShardSupervisor
 from pipeline.capture.text import api_base, trusts_environment
 from pipeline.capture.upstream import Engine
 from pipeline.config import Config, ProxyConfig, UserError
@@ -48,7 +48,7 @@ def run(config: Config) -> int:
     if proxy.selftest:
         return asyncio.run(selftest(proxy))
     with _listen(proxy.host, proxy.port, "proxy.port") as front:
-        place = _place(proxy, front.getsockname()[1])
+        place = _place(proxy, port_of(front))
         with _locked(place), _shard_listeners(proxy, place) as listeners:
             return asyncio.run(serve(proxy, front, listeners, place))
 
@@ -97,14 +97,14 @@ async def serve(proxy: ProxyConfig, listener: socket.socket, shards: list[socket
     model = await _model(proxy)
     supervisor = ShardSupervisor(
         str(proxy.llm_url), proxy.shards, place, model, proxy.request_timeout_s, proxy.outage_s, proxy.mode,
-        listeners=shards, render_fields=proxy.render_fields, named_weights=False,
+        listeners=shards, render_fields=proxy.render_fields, named_weights=False, read_s=proxy.read_s,
     )  # fmt: skip
-    ports = [shard.getsockname()[1] for shard in shards]
     signals = _Signals()
     try:
         await supervisor.start()
-        front = Front(supervisor, place, ports, proxy.sampling, model, _admin_key(proxy))
+        front = Front(supervisor, place, [port_of(shard) for shard in shards], proxy.sampling, model, _admin_key(proxy))
         await front.restore()
+        supervisor.on_expired = front.expire
         async with _serving(front, listener):
             print(f"yoke proxy: ready on {_url(proxy.host, listener)}", flush=True)
             await signals.first.wait()
@@ -135,9 +135,10 @@ class _Signals:
 
 
 async def _drain(supervisor: ShardSupervisor, drain_s: float, signals: _Signals) -> None:
-    """Wait until no call is in flight, the time is up or a second signal comes."""
-    with contextlib.suppress(TimeoutError):
+    """Refuse new calls, and wait until none is in flight, the time is up or a second signal comes."""
+    with contextlib.suppress(TimeoutError, CaptureError):
         async with asyncio.timeout(drain_s):
+            await supervisor.drain()
             while await supervisor.in_flight() and not signals.second.is_set():
                 await asyncio.sleep(POLL_S)
 
@@ -220,7 +221,7 @@ def _shard_listeners(proxy: ProxyConfig, place: Path) -> Iterator[list[socket.so
     ports = [*known, *[0] * proxy.shards][: proxy.shards]
     with contextlib.ExitStack() as stack:
         sockets = [stack.enter_context(_again(proxy.host, port, index in needed)) for index, port in enumerate(ports)]
-        record.write_text(json.dumps([shard.getsockname()[1] for shard in sockets]))
+        record.write_text(json.dumps([port_of(shard) for shard in sockets]))
         yield sockets
 
 
@@ -243,5 +244,10 @@ def _listen(host: str, port: int, what: str) -> socket.socket:
         raise UserError(f"{what}: cannot listen on {host}:{port} ({error})") from error
 
 
+def port_of(listener: socket.socket) -> int:
+    """The port of a listening socket."""
+    return int(listener.getsockname()[1])
+
+
 def _url(host: str, listener: socket.socket) -> str:
-    return f"http://{f'[{host}]' if ':' in host else host}:{listener.getsockname()[1]}"
+    return f"http://{f'[{host}]' if ':' in host else host}:{port_of(listener)}"

@@ -14,6 +14,8 @@ import os
 import resource
 import signal
 import socket
+import time
+from collections import Counter
 from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
@@ -26,13 +28,16 @@ from pipeline.capture import journal as records
 from pipeline.capture.app import SessionApp, SharedApp
 from pipeline.capture.control import UPSTREAM_KEY, UPSTREAMS, Channel
 from pipeline.capture.journal import Closed, Journal, Opened, Policy
-from pipeline.capture.listener import KEEP_ALIVE_S, Listener
+from pipeline.capture.listener import KEEP_ALIVE_S, READ_S, Listener
 from pipeline.capture.session import Session, file_name, restore
 from pipeline.capture.turn import EngineTurns, Turns
 from pipeline.capture.upstream import Engine
 
 REWRITE_BYTES = 256 * 2**20  # the journal drops closed sessions when it has grown by so much
 GC_THRESHOLDS = (50_000, 50, 100)  # requests make many objects and hardly a cycle
+TICK_S = 0.05
+LAG_MS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000)  # bounds of the histogram of the loop's delays
+EXPIRED = 100  # sessions in one heartbeat
 CLOSE_S = 5.0  # aborted turns of a closing session get so long to end
 IGNORED_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 
@@ -42,7 +47,14 @@ log = logging.getLogger(__name__)
 class Shard:
     """The sessions of this process and the supervisor's orders. Every order is answered by ``{"id", "ok", ...}``."""
 
-    def __init__(self, control: socket.socket, journal_path: Path, make_turns: Callable[[Journal], Turns]) -> None:
+    def __init__(
+        self,
+        control: socket.socket,
+        journal_path: Path,
+        make_turns: Callable[[Journal], Turns],
+        read_s: float = READ_S,
+    ) -> None:
+        self._read_s = read_s
         self._directory = journal_path.parent
         self._sessions = restore(records.read(journal_path))
         self._journal = Journal(journal_path)
@@ -60,9 +72,11 @@ class Shard:
             "close": self._close,
             "describe": self._describe,
             "snapshot": self._snapshot,
+            "drain": self._drain,
             "version": self._version,
             "ping": self._ping,
         }
+        self._lag = Lag()
         self.ended = asyncio.Event()
         self._channel = Channel(control, self._order, self.ended.set)
         self._channel.send({"ready": True, "sessions": len(self._sessions)})
@@ -87,7 +101,7 @@ class Shard:
     async def _listen(self, message: dict[str, Any], fds: list[int]) -> dict[str, Any]:
         """Serve all sessions without a listener of their own on one socket."""
         app = SharedApp(self._sessions, self._turns, message["index"], message["ports"])
-        self._shared = await Listener.open(socket.socket(fileno=fds[0]), app, self._config)
+        self._shared = await Listener.open(socket.socket(fileno=fds[0]), app, self._config, self._read_s)
         return {}
 
     async def _open(self, message: dict[str, Any], fds: list[int]) -> dict[str, Any]:
@@ -102,7 +116,9 @@ class Shard:
             os.close(fds[0])
         elif fds:
             app = SessionApp(self._sessions[session_id], self._turns)
-            self._listeners[session_id] = await Listener.open(socket.socket(fileno=fds[0]), app, self._config)
+            self._listeners[session_id] = await Listener.open(
+                socket.socket(fileno=fds[0]), app, self._config, self._read_s
+            )
         return {}
 
     async def _close(self, message: dict[str, Any], fds: list[int]) -> dict[str, Any]:
@@ -148,10 +164,51 @@ class Shard:
         self._turns.version = message["version"]
         return {}
 
+    async def _drain(self, message: dict[str, Any], fds: list[int]) -> dict[str, Any]:
+        """Take no new turns."""
+        self._turns.draining = True
+        return {}
+
     async def _ping(self, message: dict[str, Any], fds: list[int]) -> dict[str, Any]:
-        in_flight = sum(len(session.turns) for session in self._sessions.values())
-        figures = {"sessions": len(self._sessions), "in_flight": in_flight, "journal_bytes": self._journal.size}
-        return {"stats": {**figures, **self._turns.totals}}
+        """The heartbeat: gauges of now, totals since the process's start, sessions that are idle for too long."""
+        sessions = self._sessions.values()
+        gauges = {
+            "sessions": len(sessions),
+            "in_flight": sum(len(session.turns) for session in sessions),
+            "upstream": sum(len(session.answering) for session in sessions),
+            "journal_bytes": self._journal.size,
+        }
+        totals = self._turns.totals | self._lag.counts
+        expired = [session.id for session in sessions if is_idle(session)][:EXPIRED]
+        return {"gauges": gauges, "totals": totals, "stall_s": self._lag.take(), "expired": expired}
+
+
+class Lag:
+    """How late this process's loop is: the delays of a timer."""
+
+    def __init__(self) -> None:
+        self.counts: Counter[str] = Counter()
+        self._worst = 0.0
+        self._tick(time.monotonic())
+
+    def take(self) -> float:
+        """The longest delay since this was asked last, in seconds."""
+        worst, self._worst = self._worst, 0.0
+        return worst
+
+    def _tick(self, due: float) -> None:
+        late = max(0.0, time.monotonic() - due)
+        self._worst = max(self._worst, late)
+        bound = next((bound for bound in LAG_MS if late * 1000 <= bound), "more")
+        self.counts[f"lag_ms_{bound}"] += 1
+        self.counts["lag_us"] += int(late * 1e6)
+        asyncio.get_running_loop().call_later(TICK_S, self._tick, time.monotonic() + TICK_S)
+
+
+def is_idle(session: Session) -> bool:
+    """Whether a session has outlived its time to live without a call."""
+    ttl_s = session.policy.ttl_s
+    return bool(ttl_s) and not session.turns and time.monotonic() - session.touched > ttl_s
 
 
 def summary(session: Session) -> dict[str, Any]:
@@ -174,7 +231,7 @@ async def _no_app(scope: Any, receive: Any, send: Any) -> None:
 
 async def serve(arguments: argparse.Namespace) -> None:
     """Serve until the supervisor is gone."""
-    shard = Shard(socket.socket(fileno=arguments.control), arguments.journal, turns_factory(arguments))
+    shard = Shard(socket.socket(fileno=arguments.control), arguments.journal, turns_factory(arguments), arguments.read)
     warming = asyncio.create_task(shard.warm())
     gc.collect()
     gc.freeze()
@@ -204,6 +261,7 @@ def main() -> None:
     parser.add_argument("--upstream", choices=UPSTREAMS, default="engine")
     parser.add_argument("--model", required=True, help="name under which the engine serves the policy")
     parser.add_argument("--request-timeout", type=float, default=300.0, help="seconds for one request to the engine")
+    parser.add_argument("--read", type=float, default=READ_S, help="seconds in which a request must have arrived")
     parser.add_argument("--outage", type=float, default=60.0, help="seconds that an engine outage is waited out")
     parser.add_argument("--render-fields", type=msgspec.json.decode, help="JSON object: sent with every render")
     parser.add_argument("--foreign-weights", action="store_true", help="the engine does not know policy versions")

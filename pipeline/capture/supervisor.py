@@ -11,9 +11,9 @@ import socket
 import subprocess
 import sys
 import time
-from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections import Counter, deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from pipeline.config import SessionPolicy
 from pipeline.records import PolicyVersion, Trace
 
 HEARTBEAT_S = 2.0
+STALLS = 30  # heartbeats that the worst delay of a loop is kept for
 SILENT_S = 10.0  # a shard that says nothing for so long is killed
 START_S = 30.0
 STOP_S = 5.0
@@ -48,6 +49,34 @@ class _Open:
     listener: socket.socket | None  # None: the shard's shared one
 
 
+@dataclass
+class ShardFigures:
+    """What a shard's heartbeats told, whichever process it was. ``stalls``: the loop's longest delay in each."""
+
+    index: int
+    pid: int | None = None
+    restarts: int = 0
+    gauges: dict[str, int] = field(default_factory=dict)
+    stalls: deque[float] = field(default_factory=lambda: deque(maxlen=STALLS))
+    _present: dict[str, int] = field(default_factory=dict)
+    _past: Counter[str] = field(default_factory=Counter)
+
+    @property
+    def totals(self) -> Counter[str]:
+        """Counts since the first process's start."""
+        return self._past + Counter(self._present)
+
+    def take(self, heartbeat: dict[str, Any]) -> None:
+        """Take in a heartbeat."""
+        self.gauges, self._present = heartbeat["gauges"], heartbeat["totals"]
+        self.stalls.append(heartbeat["stall_s"])
+
+    def died(self) -> None:
+        """The next process counts from zero."""
+        self._past.update(self._present)
+        self._present, self.gauges = {}, {}
+
+
 class _Shard:
     """One shard's process, as the supervisor sees it; the process may be a later one than before."""
 
@@ -64,7 +93,7 @@ class _Shard:
         self.sessions: dict[str, _Open] = {}
         self.ready = asyncio.Event()
         self.gone = asyncio.Event()
-        self.stats: dict[str, int] = {}
+        self.figures = ShardFigures(index)
         self.starts = 0
         self._command = [*command, "--journal", str(journal)]
         self._environment = environment
@@ -155,6 +184,7 @@ class ShardSupervisor:
         listeners: Sequence[socket.socket] = (),
         render_fields: Mapping[str, Any] | None = None,
         named_weights: bool = True,
+        read_s: float = 60.0,
     ) -> None:
         """``upstream="text"``: ``engine_url`` is the base URL of any Chat Completions API that serves ``model_name``.
 
@@ -171,6 +201,7 @@ class ShardSupervisor:
         command += ["--request-timeout", str(request_timeout_s), "--outage", str(outage_s), "--upstream", upstream]
         command += ["--render-fields", json.dumps(dict(render_fields))] if render_fields else []
         command += [] if named_weights else ["--foreign-weights"]
+        command += ["--read", str(read_s)]
         environment = _environment() | ({control.UPSTREAM_KEY: upstream_key} if upstream_key else {})
         journals = [self._directory / f"shard-{i}.journal" for i in range(shards)]
         shared = [*listeners, *[None] * (shards - len(listeners))]
@@ -178,6 +209,9 @@ class ShardSupervisor:
         self._shards = [_Shard(i, command, journals[i], environment, shared[i]) for i in range(shards)]
         self._homes: dict[str, _Shard] = {}
         self._version = PolicyVersion(0, 0)
+        self._draining = False
+        # Told the sessions that were idle for longer than their time to live, at every heartbeat until they are closed.
+        self.on_expired: Callable[[list[str]], None] | None = None
         self._keepers: list[asyncio.Task[None]] = []
 
     async def start(self, deadline_s: float = START_S) -> None:
@@ -249,7 +283,7 @@ class ShardSupervisor:
     async def in_flight(self) -> int:
         """Calls that are being answered right now. Raises CaptureError."""
         orders = (self._order(shard, {"op": "ping"}, START_S, "to answer") for shard in self._shards)
-        return sum(reply["stats"]["in_flight"] for reply in await asyncio.gather(*orders))
+        return sum(reply["gauges"]["in_flight"] for reply in await asyncio.gather(*orders))
 
     async def snapshot(self, session_id: str, deadline_s: float = 30.0) -> Path:
         """A file with the trace so far of an open session, left to the caller. Raises CaptureError."""
@@ -277,12 +311,26 @@ class ShardSupervisor:
         orders = asyncio.gather(*(self._insist(shard, self._version_order()) for shard in self._shards))
         await self._in_time(orders, deadline_s, f"the shards to take policy version {version}")
 
+    async def drain(self, deadline_s: float = 30.0) -> None:
+        """Have every shard refuse new turns; those in flight go on. Raises CaptureError."""
+        self._draining = True
+        orders = (self._order(shard, {"op": "drain"}, deadline_s, "to drain") for shard in self._shards)
+        await asyncio.gather(*orders)
+
+    def figures(self) -> list[ShardFigures]:
+        """What each shard's last heartbeat told."""
+        for shard in self._shards:
+            shard.figures.pid = shard.pid if shard.ready.is_set() else None
+            shard.figures.restarts = max(0, shard.starts - 1)
+        return [shard.figures for shard in self._shards]
+
     def stats(self) -> dict[str, Any]:
         """Figures of the last heartbeats, summed over shards."""
         total: Counter[str] = Counter()
-        for shard in self._shards:
-            total.update(shard.stats)
-        restarts = sum(max(0, shard.starts - 1) for shard in self._shards)
+        for shard in self.figures():
+            total.update(shard.gauges)
+            total.update(shard.totals)
+        restarts = sum(shard.restarts for shard in self.figures())
         alive = sum(shard.ready.is_set() for shard in self._shards)
         return {**total, "open_sessions": len(self._homes), "shards_alive": alive, "shard_restarts": restarts}
 
@@ -299,11 +347,14 @@ class ShardSupervisor:
                 failures += 1
                 log.warning("shard %d could not start: %r", shard.index, error)
             await shard.kill()
+            shard.figures.died()
             await asyncio.sleep(min(0.1 * 2**failures, MOST_BACKOFF_S) if failures else 0)
 
     async def _hand_over(self, shard: _Shard) -> None:
         """Give a fresh process the version and the sessions that its predecessor had."""
         await asyncio.wait_for(shard.request(self._version_order()), START_S)
+        if self._draining:
+            await asyncio.wait_for(shard.request({"op": "drain"}), START_S)
         if shard.listener is not None:
             order = {"op": "listen", "index": shard.index, "ports": self._ports}
             await asyncio.wait_for(shard.request(order, [shard.listener.fileno()]), START_S)
@@ -323,9 +374,13 @@ class ShardSupervisor:
 
     async def _ping(self, shard: _Shard) -> None:
         try:
-            shard.stats = (await shard.request({"op": "ping"}))["stats"]
+            reply = await shard.request({"op": "ping"})
         except (ShardGone, CaptureError) as error:
             log.info("no heartbeat from shard %d: %r", shard.index, error)
+            return
+        shard.figures.take(reply)
+        if reply["expired"] and self.on_expired is not None:
+            self.on_expired(reply["expired"])
 
     async def _ask(self, shard: _Shard, session_id: str) -> None:
         """Open a session on its shard, on the next process if this one dies."""

@@ -67,6 +67,7 @@ class Turns(ABC):
         self.journal = journal
         self.version = "0.0"
         self.totals: Counter[str] = Counter()
+        self.draining = False  # the proxy is about to end: no new turn is taken
 
     async def answer(self, session: Session, request: ChatRequest) -> Node:
         """The call that answers a request, journalled, not yet delivered. Raises ApiError; cancelling aborts it."""

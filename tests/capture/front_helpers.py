@@ -53,10 +53,11 @@ class Running:
         assert reply.status_code == 201, reply.text
         return Harness(reply.json(), self.api)
 
-    def shard_pids(self) -> list[int]:
-        """Processes that the proxy started as shards, oldest first."""
+    def shard_pid(self, index: int) -> int | None:
+        """The process that is a shard now."""
         children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
-        return [int(pid) for pid in children if "capture.shard" in Path(f"/proc/{pid}/cmdline").read_text()]
+        commands = {int(pid): Path(f"/proc/{pid}/cmdline").read_text() for pid in children}
+        return next((pid for pid, command in commands.items() if f"shard-{index}.journal" in command), None)
 
     def end(self, number: int = signal.SIGTERM, timeout: float = 20) -> int:
         self.process.send_signal(number)

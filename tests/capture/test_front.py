@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import socket
 import subprocess
@@ -76,7 +77,10 @@ def test_bad_wishes_are_refused(proxy: Running) -> None:
     name = proxy.create(session_id="mine").id
     assert name == "mine"
     assert post("/sessions", json={"session_id": "mine"}).status_code == 409
-    for body in ({"max_token": 5}, {"max_tokens": "many"}, {"max_calls": True}, {"temperature": -1}, {"metadata": 3}):
+    for body in (
+        {"max_token": 5}, {"max_tokens": "many"}, {"max_tokens": 0}, {"max_calls": True}, {"temperature": -1},
+        {"metadata": 3}, {"thoughts": "lose"}, {"thinking": 1}, {"ttl_s": "x"},
+    ):  # fmt: skip
         reply = post("/sessions", json=body)
         assert reply.status_code == 400 and next(iter(body)) in reply.json()["error"], body
     assert post("/sessions", json={"session_id": "a b"}).status_code == 400
@@ -94,6 +98,73 @@ def test_later_calls_are_salted_with_the_policy_version(proxy: Running, engine: 
     assert engine.generated[-1]["cache_salt"] == "0.3"
     assert harness.table()["versions"].to_pylist()[0][0]["version"] == "0.3"
     proxy.api.put("/policy_version", json={"version": "0.0"})
+
+
+def test_policy_fields_reach_the_engine(proxy: Running, engine: FakeEngine) -> None:
+    harness = proxy.create(temperature=0, max_calls=1, thoughts="keep", thinking=False, continuity=False)
+    assert harness.show()["policy"]["thoughts"] == "keep"
+    assert harness.ask().status_code == 200
+    assert engine.rendered[-1]["chat_template_kwargs"] == {"enable_thinking": False}
+    assert harness.ask("more").headers["x-yoke-budget"] == "calls"
+    assert harness.table()["call_id"].to_pylist() == [0]
+    assert harness.show()["counters"]["over_budget"] == 1
+
+
+def test_an_idle_session_is_closed_and_its_trace_kept(proxy: Running, engine: FakeEngine) -> None:
+    idle, busy = proxy.create(ttl_s=0.5), proxy.create(ttl_s=0.5)
+    idle.ask()
+    engine.script.append(Scripted("at last", delay_s=4))
+    assert busy.ask().status_code == 200, "a call keeps a session alive, however long it takes"
+    assert idle.show()["state"] == "closed" and idle.show()["reason"] == "idle"
+    assert idle.ask().status_code == 401 and idle.table().num_rows == 1
+    assert metric(proxy, "yoke_sessions_expired_total") >= 1
+
+
+def test_metrics_tell_what_happened(proxy: Running, engine: FakeEngine) -> None:
+    before = proxy.api.get("/metrics").text
+    harness = proxy.create()
+    for number in range(3):
+        harness.ask(f"unrelated {number}")
+    httpx.post(f"{harness.url}/v1/messages", json={}, headers={"x-api-key": "wrong"})
+    _until(
+        lambda: (
+            metric(proxy, 'yoke_turns_total{dialect="chat"}') >= value(before, 'yoke_turns_total{dialect="chat"}') + 3
+        )
+    )
+    text = proxy.api.get("/metrics").text
+    for name in ("yoke_calls_total", 'yoke_forks_total{cause="root"}', 'yoke_errors_total{status="401"}'):
+        assert value(text, name) > value(before, name), name
+    assert value(text, "yoke_added_latency_seconds_count") >= 3
+    assert value(text, 'yoke_added_latency_seconds_bucket{le="+Inf"}') == value(
+        text, "yoke_added_latency_seconds_count"
+    )
+    assert value(text, f'yoke_shard_journal_bytes{{shard="{harness.shard}"}}') > 0
+    assert [value(text, f'yoke_shard_pid{{shard="{i}"}}') for i in (0, 1)] == [proxy.shard_pid(0), proxy.shard_pid(1)]
+    assert value(text, "yoke_loop_lag_seconds_count") > 0
+
+
+def metric(proxy: Running, name: str) -> float:
+    return value(proxy.api.get("/metrics").text, name)
+
+
+def value(text: str, name: str) -> float:
+    return next((float(line.split()[-1]) for line in text.splitlines() if line.rpartition(" ")[0] == name), 0.0)
+
+
+def test_a_dead_or_hung_shard_costs_no_session(proxy: Running, engine: FakeEngine) -> None:
+    harness = proxy.create()
+    answer = harness.ask().json()["choices"][0]["message"]
+    calls = metric(proxy, "yoke_calls_total")
+    for signal_number in (signal.SIGKILL, signal.SIGSTOP):
+        old = proxy.shard_pid(harness.shard)
+        assert old is not None
+        os.kill(old, signal_number)
+        _until(lambda: proxy.shard_pid(harness.shard) not in (None, old), 25)  # noqa: B023
+        history = [*USER, answer, {"role": "user", "content": str(signal_number)}]
+        assert harness.ask(messages=history).status_code == 200
+    assert harness.table()["parent"].to_pylist() == [None, 0, 0]
+    assert metric(proxy, "yoke_calls_total") >= calls, "counts do not fall with a process"
+    assert metric(proxy, f'yoke_shard_restarts_total{{shard="{harness.shard}"}}') == 2
 
 
 def test_a_restart_with_the_same_directory_takes_the_sessions_up(
@@ -134,6 +205,8 @@ def test_sigterm_lets_calls_in_flight_finish_and_a_second_one_does_not(engine: F
             proxy.process.send_signal(signal.SIGTERM)
             _until(lambda: proxy.api.get("/health").json()["status"] == "draining")
             assert proxy.api.post("/sessions", json={}).status_code == 503
+            late = harness.ask("too late")
+            assert late.status_code == 503 and late.headers["retry-after"] == "5"
             code = proxy.process.wait(10) if patient else proxy.end()
             assert code == (0 if patient else 143)
             assert (b"late" in waiting.communicate(timeout=10)[0]) is patient
@@ -152,7 +225,12 @@ def test_the_admin_key_guards_everything_but_health(engine: FakeEngine, tmp_path
         engine.url, tmp_path / "proxy", "--shards", "1", "--host", "0.0.0.0", YOKE_ADMIN_KEY="hidden"
     ) as proxy:
         assert proxy.api.get("/health").status_code == 200
-        for method, path in (("POST", "/sessions"), ("GET", "/sessions"), ("PUT", "/policy_version")):
+        for method, path in (
+            ("POST", "/sessions"),
+            ("GET", "/sessions"),
+            ("PUT", "/policy_version"),
+            ("GET", "/metrics"),
+        ):
             assert proxy.api.request(method, path).status_code == 401
         assert proxy.api.get("/sessions", headers={"authorization": "Bearer wrong"}).status_code == 401
         proxy.api.headers["authorization"] = "Bearer hidden"
@@ -193,6 +271,17 @@ def test_a_directory_serves_one_proxy(engine: FakeEngine, proxy: Running, capsys
     with pytest.raises(SystemExit, match="2"):
         main(["proxy", "--llm-url", engine.url, "--port", "0", "--dir", str(proxy.log.with_suffix(""))])
     assert "another yoke proxy runs there" in capsys.readouterr().err
+
+
+def test_no_process_of_the_proxy_imports_what_is_slow(proxy: Running) -> None:
+    """Each process maps the libraries that it imported; /proc tells them without asking the process."""
+    proxy.create().table()
+    children = Path(f"/proc/{proxy.process.pid}/task/{proxy.process.pid}/children").read_text().split()
+    assert len(children) >= 4, "two shards, the exporter and multiprocessing's tracker"
+    for pid in (proxy.process.pid, *children):
+        maps = Path(f"/proc/{pid}/maps").read_text()
+        for heavy in ("torch", "vllm", "tokenizers"):
+            assert f"site-packages/{heavy}" not in maps, f"{Path(f'/proc/{pid}/cmdline').read_text()} has {heavy}"
 
 
 def _until(condition: object, seconds: float = 10) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 from pipeline.capture.dialects.anthropic import Anthropic
 from pipeline.capture.dialects.base import Dialect, Route
 from pipeline.capture.dialects.chat import Chat
@@ -11,10 +13,21 @@ from pipeline.capture.dialects.responses import Responses
 DIALECTS: tuple[Dialect, ...] = (Chat(), Anthropic(), Responses(), Gemini())
 
 
+@lru_cache(maxsize=1024)
 def find(method: str, path: str) -> tuple[Dialect, Route | None]:
-    """The dialect and route of a request; an unknown path gets the first dialect (for its error shape) and no route."""
+    """The dialect and route of a request; without a route, the dialect in whose shape the error should be."""
+    nearest = DIALECTS[0]
     for dialect in DIALECTS:
         for route in dialect.routes:
-            if route.method == method and route.pattern.fullmatch(path):
-                return dialect, route
-    return DIALECTS[0], None
+            if route.pattern.fullmatch(path):
+                if route.method == method:
+                    return dialect, route
+                nearest = dialect
+    return nearest, None
+
+
+@lru_cache(maxsize=1024)
+def methods(path: str) -> tuple[str, ...]:
+    """The methods by which a path may be asked for; none for an unknown path."""
+    routes = (route for dialect in DIALECTS for route in dialect.routes)
+    return tuple(sorted({route.method for route in routes if route.pattern.fullmatch(path)}))
