@@ -22,6 +22,7 @@ from pipeline.capture.dialects.base import (
     Fault,
     Fields,
     ToolCall,
+    among,
     honoured,
     inner,
     positive,
@@ -112,7 +113,7 @@ class Anthropic(Dialect):
             texts = [BILLING.sub("", part["text"]) for part in _parts(_blocks_of(item, "system"))]
             text = "\n\n".join(filter(None, texts))
             return [{"role": "system", "content": text}] if text else []
-        require(isinstance(item, dict) and item.get("role") in READERS, "messages: each must have a known role")
+        require(isinstance(item, dict) and among(item.get("role"), READERS), "messages: each must have a known role")
         return list(READERS[item["role"]](item))
 
     def lost(self, kind: str, item: Any) -> Iterable[str]:
@@ -309,7 +310,7 @@ def _tool_choice(choice: dict[str, Any]) -> Any:
     if choice.get("type") == "tool":
         require(isinstance(choice.get("name"), str), "tool_choice: a name is missing")
         return {"type": "function", "function": {"name": choice["name"]}}
-    require(choice.get("type") in TOOL_CHOICES, f"tool_choice: unknown type {choice.get('type')!r}")
+    require(among(choice.get("type"), TOOL_CHOICES), f"tool_choice: unknown type {choice.get('type')!r}")
     return TOOL_CHOICES[choice["type"]]
 
 

@@ -11,7 +11,7 @@ import hashlib
 import json
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 from urllib.parse import parse_qs
@@ -419,6 +419,11 @@ def require(condition: object, message: str) -> None:
     """Raise ApiError(INVALID) with ``message`` unless the condition holds."""
     if not condition:
         raise ApiError(Fault.INVALID, message)
+
+
+def among(value: Any, table: Container[str]) -> bool:
+    """Whether a value of any JSON type is one of these words."""
+    return isinstance(value, str) and value in table
 
 
 def positive(value: Any, name: str) -> int | None:

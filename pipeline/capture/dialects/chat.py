@@ -17,6 +17,7 @@ from pipeline.capture.dialects.base import (
     Dialect,
     Fault,
     Fields,
+    among,
     honoured,
     positive,
     rejected,
@@ -91,7 +92,7 @@ class Chat(Dialect):
         return self.split("messages", given.get("messages"))
 
     def messages(self, kind: str, item: Any) -> list[ChatMessage]:
-        require(isinstance(item, dict) and item.get("role") in READERS, "messages: each must have a known role")
+        require(isinstance(item, dict) and among(item.get("role"), READERS), "messages: each must have a known role")
         return [READERS[item["role"]](item)]
 
     def tool_set(self, tools: list[dict[str, Any]]) -> ToolSet:
@@ -168,8 +169,7 @@ def _content(message: dict[str, Any]) -> Any:
         require(content is None or isinstance(content, str), "content: must be a string or a list of parts")
         return content
     require(all(isinstance(part, dict) for part in content), "content: each part must be an object")
-    kinds = {part.get("type") for part in content}
-    if kinds <= {"text", "refusal"}:
+    if all(among(part.get("type"), ("text", "refusal")) for part in content):
         return "\n".join(str(part.get("text") or part.get("refusal") or "") for part in content)
     return content
 

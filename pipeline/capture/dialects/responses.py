@@ -17,6 +17,7 @@ from pipeline.capture.dialects.base import (
     ChatRequest,
     Dialect,
     Fields,
+    among,
     honoured,
     inner,
     positive,
@@ -210,8 +211,8 @@ def _tool_choice(choice: Any, given: Fields) -> Any:
     if choice.get("type") == "allowed_tools":
         return _allowed(choice, given)
     kind = choice.get("type")
-    name = kind if kind in CLIENT_TOOLS else choice.get("name")
-    known = kind in TOOLS and isinstance(name, str)
+    name = kind if among(kind, CLIENT_TOOLS) else choice.get("name")
+    known = among(kind, TOOLS) and isinstance(name, str)
     require(known, f"tool_choice: type {kind!r} is not supported or its name is missing")
     return {"type": "function", "function": {"name": joined_name(str(name), choice.get("namespace") or "")}}
 
