@@ -34,7 +34,7 @@ HISTORY = st.lists(ITEM, min_size=1, max_size=3)
 
 
 @pytest.mark.parametrize("dialect", DIALECTS, ids=lambda dialect: dialect.name)
-@settings(max_examples=250, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(history=HISTORY, data=st.data())
 def test_any_json_is_read_or_refused(dialect: Dialect, history: list[Any], data: st.DataObject) -> None:
     fields = data.draw(st.dictionaries(st.sampled_from(sorted(dialect.fields)), JSON, max_size=4))
