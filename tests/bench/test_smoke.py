@@ -13,7 +13,7 @@ from bench.table import table, verdicts
 
 @pytest.mark.slow
 def test_twenty_sessions(tmp_path: Path) -> None:
-    bench = Bench(tmp_path / "figures.jsonl", dialects="chat,anthropic,responses")
+    bench = Bench(tmp_path / "figures.jsonl")
     load = {"n": 20, "turns": 3, "ramp": 0.2, "kb_end": 60}
     for adapter in ("direct", "yoke"):
         options = load | {"rows": adapter == "yoke"}
