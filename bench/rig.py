@@ -44,7 +44,8 @@ class Load:
         command = [sys.executable, "-m", "bench.load", "--adapter", adapter, "--base", url, "--engine", engine_url]
         for name, value in self.options.items():
             flag = "--" + name.replace("_", "-")
-            command += [flag] if value is True else [flag, str(value)]
+            if value is not False:
+                command += [flag] if value is True else [flag, str(value)]
         return self.pinned("load", command)
 
     def pinned(self, role: str, command: Sequence[str]) -> list[str]:

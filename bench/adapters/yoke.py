@@ -61,5 +61,9 @@ async def delete(control: Connection, key: str) -> None:
 
 
 def _lists(table: pa.Table, name: str) -> list[NDArray[Any]]:
-    """The lists of a column, without copying them."""
-    return [chunk[row].values.to_numpy() for chunk in table.column(name).chunks for row in range(len(chunk))]
+    """The lists of a column; numbers are not copied."""
+    return [
+        chunk[row].values.to_numpy(zero_copy_only=False)
+        for chunk in table.column(name).chunks
+        for row in range(len(chunk))
+    ]
