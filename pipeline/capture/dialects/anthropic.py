@@ -63,8 +63,7 @@ FIELDS = {
     **dict.fromkeys(
         (
             "cache_control", "metadata", "service_tier", "context_management", "container", "inference_geo", "speed",
-            "diagnostics", "billing_policy", "compaction", "fallback_credit_token", "fallbacks", "betas",
-            "user_profile_id", "workspace_id",
+            "diagnostics", "billing_policy", "compaction", "fallback_credit_token", "fallbacks",
         ),
         DROPPED,
     ),

@@ -367,10 +367,6 @@ class Dialect(ABC):
     def events(self, request: ChatRequest, answer: Answer) -> bytes:
         """The whole event stream of an answer."""
 
-    def stream_type(self, request: ChatRequest) -> bytes:
-        """The content type of a streamed answer."""
-        return b"text/event-stream"
-
     @abstractmethod
     def error(self, error: ApiError) -> dict[str, Any]:
         """The JSON body of an error."""

@@ -19,6 +19,7 @@ from pipeline.capture.dialects.base import (
     Fields,
     among,
     honoured,
+    inner,
     positive,
     rejected,
     require,
@@ -42,6 +43,7 @@ ERRORS = {  # fault -> (type, code)
     Fault.TIMEOUT: ("server_error", "timeout"),
     Fault.INTERNAL: ("server_error", "internal_error"),
 }
+STREAM_FIELDS = {"include_usage": honoured(bool), "include_obfuscation": DROPPED, "continuous_usage_stats": DROPPED}
 FIELDS = {
     "model": honoured(str),
     "messages": honoured(Raw),
@@ -52,7 +54,7 @@ FIELDS = {
     "max_tokens": honoured(),
     "max_completion_tokens": honoured(),
     "stream": honoured(bool),
-    "stream_options": honoured(dict[str, Any]),
+    "stream_options": inner(STREAM_FIELDS),
     **dict.fromkeys(
         (
             "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty",
@@ -65,7 +67,7 @@ FIELDS = {
         (
             "store", "metadata", "user", "service_tier", "prompt_cache_key", "prompt_cache_retention",
             "safety_identifier", "verbosity", "logprobs", "top_logprobs", "return_token_ids", "web_search_options",
-            "prediction",
+            "prediction", "moderation", "prompt_cache_options",
         ),
         DROPPED,
     ),
@@ -116,7 +118,7 @@ class Chat(Dialect):
             parallel_tool_calls=given.get("parallel_tool_calls", True),
             max_tokens=positive(asked, "max_tokens"),
             stream=given.get("stream", False),
-            include_usage=bool(given.get("stream_options", {}).get("include_usage")),
+            include_usage=given.get("stream_options.include_usage", False),
         )
 
     def answer(self, request: ChatRequest, answer: Answer) -> dict[str, Any]:

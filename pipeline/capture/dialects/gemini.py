@@ -74,7 +74,7 @@ GENERATION_FIELDS = {
         (
             "responseLogprobs", "logprobs", "mediaResolution", "speechConfig", "imageConfig", "audioTimestamp",
             "audioTranscriptionConfig", "translationConfig", "routingConfig", "modelSelectionConfig",
-            "enableAffectiveDialog", "enableEnhancedCivicAnswers",
+            "enableAffectiveDialog", "enableEnhancedCivicAnswers", "generationOutputConfig",
         ),
         DROPPED,
     ),
@@ -172,9 +172,6 @@ class Gemini(Dialect):
         chunks = [_chunk(request, answer, [part]) for part in parts[:-1]]
         chunks.append(_chunk(request, answer, parts[-1:], reason))
         return b"".join(map(sse, chunks)) if request.extra["sse"] else msgspec.json.encode(chunks)
-
-    def stream_type(self, request: ChatRequest) -> bytes:
-        return super().stream_type(request) if request.extra["sse"] else b"application/json"
 
     def error(self, error: ApiError) -> dict[str, Any]:
         message = error.message
