@@ -15,13 +15,14 @@ HEAD = """\
 Written by `python -m pipeline.capture.dialects > docs/fields.md` from the tables by which requests are read.
 
 - **honoured**: it shapes the answer as its API says.
-- **overridden**: the session's policy decides (sampling, thinking); what the harness asked for is recorded in the trace.
+- **overridden**: the session's policy decides (sampling, thinking); what the harness asked for is in the trace.
 - **dropped**: it has no meaning here; counted in `dropped_<name>`. A field in no table is dropped as `dropped_unknown`.
 - **rejected**: the answer would not be what was asked for, so the request gets the API's own "invalid request" error;
   a harmless value passes.
 
-`null` is the same as leaving a field out. Tools that the API's own servers run (web search, code execution, …) and their
-items in a history are dropped and counted by kind; images and files are passed on for the engine to take or refuse.
+`null` is the same as leaving a field out. Tools that the API's own servers run (web search, code execution, …) and
+their items in a history are dropped and counted by kind; images and files are passed on for the engine to take or
+refuse.
 """
 TITLES = {
     "chat": "OpenAI Chat Completions",

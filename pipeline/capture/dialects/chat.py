@@ -18,6 +18,7 @@ from pipeline.capture.dialects.base import (
     Fault,
     Fields,
     among,
+    counter,
     honoured,
     inner,
     positive,
@@ -100,8 +101,9 @@ class Chat(Dialect):
     def tool_set(self, tools: list[dict[str, Any]]) -> ToolSet:
         functions = [tool for tool in tools if tool.get("type") == "function"]
         for tool in functions:
-            require(isinstance(tool.get("function"), dict) and tool["function"].get("name"), "tools: a name is missing")
-        others = tuple(f"tool_{tool.get('type')}" for tool in tools if tool.get("type") != "function")
+            named = isinstance(tool.get("function"), dict) and isinstance(tool["function"].get("name"), str)
+            require(named, "tools: a name is missing")
+        others = tuple(counter("tool", tool.get("type")) for tool in tools if tool.get("type") != "function")
         return ToolSet([{"type": "function", "function": tool["function"]} for tool in functions], dropped=others)
 
     def request(self, given: Fields, path: str, query: str) -> ChatRequest:
@@ -161,7 +163,8 @@ def openai_error(error: ApiError, history: str) -> dict[str, Any]:
 
 
 def _names_function(choice: Any) -> bool:
-    return isinstance(choice, dict) and isinstance(choice.get("function"), dict) and "name" in choice["function"]
+    function = choice.get("function") if isinstance(choice, dict) else None
+    return isinstance(function, dict) and isinstance(function.get("name"), str)
 
 
 def _content(message: dict[str, Any]) -> Any:

@@ -22,6 +22,8 @@ from pipeline.capture.dialects.base import (
     Fault,
     Fields,
     ToolCall,
+    among,
+    counter,
     honoured,
     inner,
     positive,
@@ -135,7 +137,7 @@ class Gemini(Dialect):
             text = "\n".join(part["text"] for part in canonical_parts(parts_of(item)) if part["type"] == "text")
             return [{"role": "system", "content": text}] if text else []
         role = item.get("role") or "user" if isinstance(item, dict) else None
-        require(isinstance(role, str) and role in READERS, "contents: each must have a known role")
+        require(among(role, READERS), "contents: each must have a known role")
         return list(READERS[str(role)](parts_of(item)))
 
     def lost(self, kind: str, item: Any) -> Iterable[str]:
@@ -144,7 +146,7 @@ class Gemini(Dialect):
     def tool_set(self, tools: list[dict[str, Any]]) -> ToolSet:
         named = [(name, value) for tool in tools for name, value in spelt(tool).items()]
         declared = [each for name, value in named if name == "functionDeclarations" for each in objects(name, value)]
-        hosted = tuple(f"tool_{name}" for name, _ in named if name != "functionDeclarations")
+        hosted = tuple(counter("tool", name) for name, _ in named if name != "functionDeclarations")
         return ToolSet([function_of(each) for each in declared], dropped=hosted)
 
     def request(self, given: Fields, path: str, query: str) -> ChatRequest:
