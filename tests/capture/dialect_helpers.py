@@ -49,7 +49,7 @@ class Stub:
         dialect, route = dialects.find(method, path)
         try:
             if route is None:
-                raise ApiError(Fault.NOT_FOUND, f"no such path: {path}")
+                raise ApiError(Fault.NOT_FOUND, f"no such route: {path}")
             if route.action is Action.MODELS:
                 return 200, "application/json", msgspec.json.encode(dialect.models("m"))
             request = dialect.parse(body, Memo(), path, query)
@@ -62,7 +62,8 @@ class Stub:
         except ApiError as error:
             return dialect.status(error), "application/json", msgspec.json.encode(dialect.error(error))
         if request.stream:
-            return 200, dialect.stream_type(request).decode(), dialect.events(request, answer)
+            kind = "text/event-stream" if request.extra.get("sse", True) else "application/json"
+            return 200, kind, dialect.events(request, answer)
         return 200, "application/json", msgspec.json.encode(dialect.answer(request, answer))
 
 

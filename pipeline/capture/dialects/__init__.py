@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from functools import lru_cache
 
 from pipeline.capture.dialects.anthropic import Anthropic
@@ -10,20 +11,24 @@ from pipeline.capture.dialects.chat import Chat
 from pipeline.capture.dialects.gemini import Gemini
 from pipeline.capture.dialects.responses import Responses
 
-DIALECTS: tuple[Dialect, ...] = (Chat(), Anthropic(), Responses(), Gemini())
+CHAT, ANTHROPIC, RESPONSES, GEMINI = Chat(), Anthropic(), Responses(), Gemini()
+DIALECTS: tuple[Dialect, ...] = (CHAT, ANTHROPIC, RESPONSES, GEMINI)
+HINTS: tuple[tuple[str, Dialect], ...] = (  # in whose shape an unknown path gets its error
+    (r"/messages\b|^/api/|^/v1/complete$", ANTHROPIC),
+    (r"/responses\b|/conversations\b", RESPONSES),
+    (r":\w+$|^/v1(alpha|beta)|/models/", GEMINI),
+    ("", CHAT),
+)
 
 
 @lru_cache(maxsize=1024)
 def find(method: str, path: str) -> tuple[Dialect, Route | None]:
     """The dialect and route of a request; without a route, the dialect in whose shape the error should be."""
-    nearest = DIALECTS[0]
-    for dialect in DIALECTS:
-        for route in dialect.routes:
-            if route.pattern.fullmatch(path):
-                if route.method == method:
-                    return dialect, route
-                nearest = dialect
-    return nearest, None
+    found = [(dialect, route) for dialect in DIALECTS for route in dialect.routes if route.pattern.fullmatch(path)]
+    for dialect, route in found:
+        if route.method == method:
+            return dialect, route
+    return found[0][0] if found else next(dialect for hint, dialect in HINTS if re.search(hint, path)), None
 
 
 @lru_cache(maxsize=1024)

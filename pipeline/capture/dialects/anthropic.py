@@ -23,6 +23,7 @@ from pipeline.capture.dialects.base import (
     Fields,
     ToolCall,
     among,
+    counter,
     honoured,
     inner,
     positive,
@@ -63,8 +64,7 @@ FIELDS = {
     **dict.fromkeys(
         (
             "cache_control", "metadata", "service_tier", "context_management", "container", "inference_geo", "speed",
-            "diagnostics", "billing_policy", "compaction", "fallback_credit_token", "fallbacks", "betas",
-            "user_profile_id", "workspace_id",
+            "diagnostics", "billing_policy", "compaction", "fallback_credit_token", "fallbacks",
         ),
         DROPPED,
     ),
@@ -118,12 +118,12 @@ class Anthropic(Dialect):
 
     def lost(self, kind: str, item: Any) -> Iterable[str]:
         blocks = _blocks_of(item if kind == "system" else item.get("content"), "content")
-        return [f"block_{block['type']}" for block in blocks if SERVER_BLOCKS.fullmatch(block["type"])]
+        return [counter("block", block["type"]) for block in blocks if SERVER_BLOCKS.fullmatch(block["type"])]
 
     def tool_set(self, tools: list[dict[str, Any]]) -> ToolSet:
         own = [tool for tool in tools if "input_schema" in tool]
         require(all(isinstance(tool.get("name"), str) for tool in own), "tools: a name is missing")
-        hosted = tuple(f"tool_{tool.get('type')}" for tool in tools if "input_schema" not in tool)
+        hosted = tuple(counter("tool", tool.get("type")) for tool in tools if "input_schema" not in tool)
         return ToolSet([_function(tool) for tool in own], dropped=hosted)
 
     def request(self, given: Fields, path: str, query: str) -> ChatRequest:
@@ -300,7 +300,7 @@ def _call(block: dict[str, Any]) -> dict[str, Any]:
 def _function(tool: dict[str, Any]) -> dict[str, Any]:
     function = {
         "name": tool["name"],
-        "description": tool.get("description") or "",
+        "description": str(tool.get("description") or ""),
         "parameters": tool["input_schema"],
     }
     return {"type": "function", "function": function}

@@ -367,10 +367,6 @@ class Dialect(ABC):
     def events(self, request: ChatRequest, answer: Answer) -> bytes:
         """The whole event stream of an answer."""
 
-    def stream_type(self, request: ChatRequest) -> bytes:
-        """The content type of a streamed answer."""
-        return b"text/event-stream"
-
     @abstractmethod
     def error(self, error: ApiError) -> dict[str, Any]:
         """The JSON body of an error."""
@@ -421,9 +417,15 @@ def require(condition: object, message: str) -> None:
         raise ApiError(Fault.INVALID, message)
 
 
-def among(value: Any, table: Container[str]) -> bool:
-    """Whether a value of any JSON type is one of these words."""
-    return isinstance(value, str) and value in table
+def among(value: Any, names: Container[str]) -> bool:
+    """Whether an untrusted value is one of some names."""
+    return isinstance(value, str) and value in names
+
+
+def counter(prefix: str, kind: Any) -> str:
+    """The name under which something of a kind is counted; kinds come from outside."""
+    plain = isinstance(kind, str) and re.fullmatch(r"\w{1,40}", kind, re.ASCII)
+    return f"{prefix}_{kind if plain else 'unknown'}"
 
 
 def positive(value: Any, name: str) -> int | None:

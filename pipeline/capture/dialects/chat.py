@@ -18,7 +18,9 @@ from pipeline.capture.dialects.base import (
     Fault,
     Fields,
     among,
+    counter,
     honoured,
+    inner,
     positive,
     rejected,
     require,
@@ -42,6 +44,7 @@ ERRORS = {  # fault -> (type, code)
     Fault.TIMEOUT: ("server_error", "timeout"),
     Fault.INTERNAL: ("server_error", "internal_error"),
 }
+STREAM_FIELDS = {"include_usage": honoured(bool), "include_obfuscation": DROPPED, "continuous_usage_stats": DROPPED}
 FIELDS = {
     "model": honoured(str),
     "messages": honoured(Raw),
@@ -52,7 +55,7 @@ FIELDS = {
     "max_tokens": honoured(),
     "max_completion_tokens": honoured(),
     "stream": honoured(bool),
-    "stream_options": honoured(dict[str, Any]),
+    "stream_options": inner(STREAM_FIELDS),
     **dict.fromkeys(
         (
             "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty",
@@ -65,7 +68,7 @@ FIELDS = {
         (
             "store", "metadata", "user", "service_tier", "prompt_cache_key", "prompt_cache_retention",
             "safety_identifier", "verbosity", "logprobs", "top_logprobs", "return_token_ids", "web_search_options",
-            "prediction",
+            "prediction", "moderation", "prompt_cache_options",
         ),
         DROPPED,
     ),
@@ -98,8 +101,9 @@ class Chat(Dialect):
     def tool_set(self, tools: list[dict[str, Any]]) -> ToolSet:
         functions = [tool for tool in tools if tool.get("type") == "function"]
         for tool in functions:
-            require(isinstance(tool.get("function"), dict) and tool["function"].get("name"), "tools: a name is missing")
-        others = tuple(f"tool_{tool.get('type')}" for tool in tools if tool.get("type") != "function")
+            named = isinstance(tool.get("function"), dict) and isinstance(tool["function"].get("name"), str)
+            require(named, "tools: a name is missing")
+        others = tuple(counter("tool", tool.get("type")) for tool in tools if tool.get("type") != "function")
         return ToolSet([{"type": "function", "function": tool["function"]} for tool in functions], dropped=others)
 
     def request(self, given: Fields, path: str, query: str) -> ChatRequest:
@@ -116,7 +120,7 @@ class Chat(Dialect):
             parallel_tool_calls=given.get("parallel_tool_calls", True),
             max_tokens=positive(asked, "max_tokens"),
             stream=given.get("stream", False),
-            include_usage=bool(given.get("stream_options", {}).get("include_usage")),
+            include_usage=given.get("stream_options.include_usage", False),
         )
 
     def answer(self, request: ChatRequest, answer: Answer) -> dict[str, Any]:
@@ -159,7 +163,8 @@ def openai_error(error: ApiError, history: str) -> dict[str, Any]:
 
 
 def _names_function(choice: Any) -> bool:
-    return isinstance(choice, dict) and isinstance(choice.get("function"), dict) and "name" in choice["function"]
+    function = choice.get("function") if isinstance(choice, dict) else None
+    return isinstance(function, dict) and isinstance(function.get("name"), str)
 
 
 def _content(message: dict[str, Any]) -> Any:

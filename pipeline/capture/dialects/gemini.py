@@ -22,6 +22,8 @@ from pipeline.capture.dialects.base import (
     Fault,
     Fields,
     ToolCall,
+    among,
+    counter,
     honoured,
     inner,
     positive,
@@ -74,7 +76,7 @@ GENERATION_FIELDS = {
         (
             "responseLogprobs", "logprobs", "mediaResolution", "speechConfig", "imageConfig", "audioTimestamp",
             "audioTranscriptionConfig", "translationConfig", "routingConfig", "modelSelectionConfig",
-            "enableAffectiveDialog", "enableEnhancedCivicAnswers",
+            "enableAffectiveDialog", "enableEnhancedCivicAnswers", "generationOutputConfig",
         ),
         DROPPED,
     ),
@@ -135,7 +137,7 @@ class Gemini(Dialect):
             text = "\n".join(part["text"] for part in canonical_parts(parts_of(item)) if part["type"] == "text")
             return [{"role": "system", "content": text}] if text else []
         role = item.get("role") or "user" if isinstance(item, dict) else None
-        require(isinstance(role, str) and role in READERS, "contents: each must have a known role")
+        require(among(role, READERS), "contents: each must have a known role")
         return list(READERS[str(role)](parts_of(item)))
 
     def lost(self, kind: str, item: Any) -> Iterable[str]:
@@ -144,7 +146,7 @@ class Gemini(Dialect):
     def tool_set(self, tools: list[dict[str, Any]]) -> ToolSet:
         named = [(name, value) for tool in tools for name, value in spelt(tool).items()]
         declared = [each for name, value in named if name == "functionDeclarations" for each in objects(name, value)]
-        hosted = tuple(f"tool_{name}" for name, _ in named if name != "functionDeclarations")
+        hosted = tuple(counter("tool", name) for name, _ in named if name != "functionDeclarations")
         return ToolSet([function_of(each) for each in declared], dropped=hosted)
 
     def request(self, given: Fields, path: str, query: str) -> ChatRequest:
@@ -172,9 +174,6 @@ class Gemini(Dialect):
         chunks = [_chunk(request, answer, [part]) for part in parts[:-1]]
         chunks.append(_chunk(request, answer, parts[-1:], reason))
         return b"".join(map(sse, chunks)) if request.extra["sse"] else msgspec.json.encode(chunks)
-
-    def stream_type(self, request: ChatRequest) -> bytes:
-        return super().stream_type(request) if request.extra["sse"] else b"application/json"
 
     def error(self, error: ApiError) -> dict[str, Any]:
         message = error.message

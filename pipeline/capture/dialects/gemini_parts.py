@@ -131,7 +131,7 @@ def function_of(declared: dict[str, Any]) -> dict[str, Any]:
     parameters = declared.get("parametersJsonSchema") or json_schema(declared.get("parameters"))
     function = {
         "name": declared["name"],
-        "description": declared.get("description") or "",
+        "description": str(declared.get("description") or ""),
         "parameters": parameters or {"type": "object", "properties": {}},
     }
     return {"type": "function", "function": function}

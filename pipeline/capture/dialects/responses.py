@@ -18,6 +18,7 @@ from pipeline.capture.dialects.base import (
     Dialect,
     Fields,
     among,
+    counter,
     honoured,
     inner,
     positive,
@@ -99,7 +100,7 @@ class Responses(Dialect):
         for tool, namespace, about in _flat(tools):
             reader = TOOLS.get(str(tool.get("type")))
             if reader is None:
-                dropped.append(f"tool_{tool.get('type')}")
+                dropped.append(counter("tool", tool.get("type")))
                 continue
             origin, function = reader(tool, namespace)
             function |= {"description": "\n\n".join(filter(None, (about, function["description"])))}
@@ -199,7 +200,7 @@ def _tool_name(tool: dict[str, Any]) -> str:
 def _declared(origin: Tool, description: Any, parameters: Any) -> dict[str, Any]:
     return {
         "name": joined_name(origin.name, origin.namespace),
-        "description": description or "",
+        "description": str(description or ""),
         "parameters": parameters or {"type": "object", "properties": {}},
     }
 

@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from pipeline.capture.canonical import ChatMessage, Tool
-from pipeline.capture.dialects.base import ToolCall, require
+from pipeline.capture.dialects.base import ToolCall, among, require
 
 # Items of tools that OpenAI's servers run; nothing here can have made them.
 SERVER_ITEMS = frozenset(
@@ -109,8 +109,12 @@ def parts_of(content: Any) -> list[dict[str, Any]]:
     return [_part(part) for part in content]
 
 
+def _is_part(part: Any) -> bool:
+    return isinstance(part, dict) and among(part.get("type"), PARTS)
+
+
 def _part(part: Any) -> dict[str, Any]:
-    require(isinstance(part, dict) and part.get("type") in PARTS, f"content: unsupported part {str(part)[:80]}")
+    require(_is_part(part), f"content: unsupported part {str(part)[:80]}")
     return PARTS[part["type"]](part)
 
 
@@ -196,7 +200,9 @@ def _output(item: dict[str, Any]) -> list[ChatMessage]:
     call_id = str(item.get("call_id") or item.get("id") or "")
     if output is None or isinstance(output, str):
         return [{"role": "tool", "tool_call_id": call_id, "content": output or str(item.get("status") or "")}]
-    typed = isinstance(output, list) and all(isinstance(part, dict) and part.get("type") in PARTS for part in output)
+    typed = isinstance(output, list) and all(
+        isinstance(part, dict) and among(part.get("type"), PARTS) for part in output
+    )
     parts = parts_of(output if typed else _json(output))
     others = [part for part in parts if part["type"] != "text"]
     result = {"role": "tool", "tool_call_id": call_id, "content": _joined(parts)}
