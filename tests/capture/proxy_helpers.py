@@ -60,7 +60,7 @@ class Proxy:
                 listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer)
             port = listener.getsockname()[1]
             await self.supervisor.open_session(key, SessionPolicy(**policy), listener, "policy")
-        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=30) as http:
+        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=30, verify=False) as http:
             yield Harness(key, http)
 
     def pids(self) -> list[int]:
