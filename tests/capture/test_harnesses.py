@@ -336,7 +336,6 @@ def mutations(said: Said, following: Any) -> Iterator[tuple[str, Said, Any]]:
 
 async def mutated(agent: Agent) -> dict[int, tuple[int, str]]:
     """Ask with every mutation of every answer; number of the new answer -> (number of the mutated one, words)."""
-    await agent.run()
     asked: dict[int, tuple[int, str]] = {}
     history = [*agent.history, user("so?")]
     for index, said in enumerate(history[:-1]):
@@ -353,24 +352,33 @@ async def mutated(agent: Agent) -> dict[int, tuple[int, str]]:
 def test_no_mutated_answer_is_taken_for_the_models(proxies: Proxies) -> None:
     asked: dict[str, dict[int, tuple[int, str]]] = {}
 
-    async def scene(agent: Agent) -> None:
-        asked[agent.name] = await mutated(agent)
+    def then_mutated(scene: Scene) -> Scene:
+        async def both(agent: Agent) -> None:
+            await scene(agent)
+            asked[agent.play] = await mutated(agent)
 
-    async def run() -> dict[str, Shown]:
-        async with stage(proxies, {name: [*eight_calls(name), Scripted("§ aha")] for name in RECIPES}) as proxy:
-            return await show_all(proxy, {name: name for name in RECIPES}, scene)
+        return both
 
-    shown = asyncio.run(run())
+    async def run() -> list[dict[str, Shown]]:
+        plays = {f"{name}/calls": [*eight_calls(name), Scripted("§ aha")] for name in RECIPES}
+        plays |= {f"{name}/talk": [*talk(name), Scripted("§ aha")] for name in RECIPES}
+        async with stage(proxies, plays) as proxy:
+            return [
+                await show_all(proxy, {name: f"{name}/{kind}" for name in RECIPES}, then_mutated(scene))
+                for kind, scene in (("calls", plain), ("talk", talkative))
+            ]
+
+    shown = {one.agent.play: one for several in asyncio.run(run()) for one in several.values()}
     assert sum(len(numbers) for numbers in asked.values()) >= 500
-    for name, numbers in asked.items():
-        calls = {number: call for call in shown[name].trace.calls for number in numbers_in(call.sampled_ids)}
+    for play, numbers in asked.items():
+        calls = {number: call for call in shown[play].trace.calls for number in numbers_in(call.sampled_ids)}
         for number, (old, words) in numbers.items():
             prompt, known = calls[number].prompt_ids.tolist(), calls[old]
             whole = [*known.prompt_ids.tolist(), *known.sampled_ids.tolist()]
-            assert calls[number].parent != known.call_id and prompt[: len(whole)] != whole, (name, number)
-            assert words in decoded(prompt), (name, number)
-        trained = shown[name].trained()
-        assert len(trained) == len(set(trained)) == len(shown[name].trace.calls)
+            assert calls[number].parent != known.call_id and prompt[: len(whole)] != whole, (play, number)
+            assert words in decoded(prompt), (play, number)
+        trained = shown[play].trained()
+        assert len(trained) == len(set(trained)) == len(shown[play].trace.calls)
 
 
 def test_arguments_under_our_own_id_may_change_and_are_counted(proxies: Proxies) -> None:
