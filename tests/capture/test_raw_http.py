@@ -292,7 +292,7 @@ def test_a_client_that_leaves_in_the_answer_gets_it_again(proxies: Proxies, stre
     async def run() -> None:
         async with served(proxies, send_buffer=4096) as raw:
             raw.proxy.engine.script += [Scripted("a" * 90_000), Scripted("another")]
-            body = DIALECTS["chat"].body() | {"stream": stream}
+            body = DIALECTS["chat"].body() | {"stream": stream, "max_tokens": 10**5}
             client = deaf_client(raw.port, body, KEY)
             await asyncio.to_thread(client.recv, 700)
             await asyncio.sleep(0.1)
