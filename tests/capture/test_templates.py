@@ -48,6 +48,7 @@ from pipeline.sandbox import SandboxSpec, make_sandbox
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
+DOCUMENT = Path(template_models.__file__).parents[2] / "docs" / "templates.md"
 WINDOW = 16384
 POLICY = Policy(temperature=1.0, max_tokens=8, max_calls=40, model_name="policy")
 TOOLS = [
@@ -265,6 +266,21 @@ def test_the_self_test_tells_each_template_apart(name: str, engine_url: str) -> 
         assert template.processed_logprobs
 
     run(work())
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_the_documented_table_is_what_the_self_test_must_find(name: str) -> None:
+    expected, both = EXPECTED[name], EXPECTED[name].verdicts["two tools"]
+    cells = [
+        f"{name} (`{FAMILIES[name].template}`)",
+        both,
+        expected.verdicts["late system"],
+        expected.late_system,
+        json.dumps(both == "ok"),
+        ", ".join(expected.strips_after),
+        json.dumps(expected.inline_thoughts),
+    ]
+    assert f"| {' | '.join(cells)} |" in DOCUMENT.read_text().splitlines()
 
 
 @pytest.mark.parametrize("name", FAMILIES)
