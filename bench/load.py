@@ -4,7 +4,8 @@
 
 Closed loop: each of ``n`` clients asks again as soon as it has its answer, ``duration`` seconds long or one session
 each. Open loop (``--rate``): turns are due on a schedule whatever the target does, and latency counts from the moment
-that a turn was due. Prints one JSON document; "LOAD_DONE" on stderr says that the load itself is over.
+that a turn was due. Prints one JSON document; "LOAD_DONE" on stderr says that the load itself is over;
+nothing is asked of the target for ``settle`` seconds then, so that its memory can be read.
 """
 
 from __future__ import annotations
@@ -336,6 +337,7 @@ async def run(options: argparse.Namespace) -> dict[str, Any]:
     figures = generator.figures(time.perf_counter() - started, time.process_time() - cpu)
     stalls.cancel()
     print("LOAD_DONE", file=sys.stderr, flush=True)
+    await asyncio.sleep(options.settle)
     if options.readback != "none":
         await generator.read_all()
         figures |= {"read_p50_s": percentile(generator.read_s, 0.5), "read_max_s": percentile(generator.read_s, 1.0)}
@@ -367,6 +369,7 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--readback", choices=["after", "end", "none"], default="after")
     parser.add_argument("--readback-max", type=int, default=10**9)
     parser.add_argument("--readback-par", type=int, default=4)
+    parser.add_argument("--settle", type=float, default=0, help="seconds of rest after the load")
     parser.add_argument("--rows", action="store_true", help="read and check the rows, too")
     parser.add_argument("--out", type=Path, help="a file for the figures instead of stdout")
     parser.add_argument("--delete", action="store_true", help="delete each session once it was read")

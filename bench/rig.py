@@ -24,6 +24,7 @@ from bench.measure import RunFailed, UsageMeter, Watch, await_http, fetch, shard
 ROOT = Path(__file__).resolve().parent.parent
 STOP_S = 15.0
 SETTLE_S = 0.5
+REST_S = 5.0  # after the load, before memory is read
 POLL_S = 0.1
 
 
@@ -42,6 +43,7 @@ class Load:
     def command(self, adapter: str, url: str, engine_url: str) -> list[str]:
         """The generator's."""
         command = [sys.executable, "-m", "bench.load", "--adapter", adapter, "--base", url, "--engine", engine_url]
+        command += ["--settle", str(REST_S)]
         for name, value in self.options.items():
             flag = "--" + name.replace("_", "-")
             if value is not False:
@@ -112,6 +114,8 @@ class _Measured:
                 if not at_end and b"LOAD_DONE" in log.read_bytes():
                     killer.stop()
                     at_end = self._at_end(before, engine_before)
+                    time.sleep(REST_S - 1)
+                    at_end["rss_mb"] = round(self._meter.read().rss_mb, 1)
                 time.sleep(POLL_S)
         if process.returncode or not at_end:
             raise RunFailed(f"the generator ended with {process.returncode}: {log.read_text()[-2000:]}")
@@ -124,7 +128,7 @@ class _Measured:
         return {
             "cpu_s": now.cpu_s - before.cpu_s,
             "engine_cpu_s": engine_now.cpu_s - engine_before.cpu_s,
-            "rss_mb": round(now.rss_mb, 1),
+            "rss_loaded_mb": round(now.rss_mb, 1),
             "health": sorted(self._watch.health_s) or [0.0],
             "metrics": self._metrics(),
         }

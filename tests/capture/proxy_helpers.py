@@ -60,7 +60,7 @@ class Proxy:
                 listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer)
             port = listener.getsockname()[1]
             await self.supervisor.open_session(key, SessionPolicy(**policy), listener, "policy")
-        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=30) as http:
+        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=30, verify=False) as http:
             yield Harness(key, http)
 
     def pids(self) -> list[int]:
@@ -104,12 +104,12 @@ async def eventually(condition: Any, what: str, seconds: float = 10) -> None:
     raise AssertionError(f"waited {seconds} s for {what}")
 
 
-def deaf_client(port: int, body: dict[str, object]) -> socket.socket:
+def deaf_client(port: int, body: dict[str, object], key: str = "k") -> socket.socket:
     """A client that sends a request and never reads."""
     client = socket.socket()
     client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
     client.connect(("127.0.0.1", port))
     data = json.dumps(body).encode()
-    head = f"POST /chat/completions HTTP/1.1\r\nauthorization: Bearer k\r\ncontent-length: {len(data)}\r\n\r\n"
+    head = f"POST /chat/completions HTTP/1.1\r\nauthorization: Bearer {key}\r\ncontent-length: {len(data)}\r\n\r\n"
     client.sendall(head.encode() + data)
     return client

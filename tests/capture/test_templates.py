@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Coroutine, Iterator, Sequence
+import socket
+from collections.abc import AsyncIterator, Coroutine, Iterator, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,11 @@ import msgspec
 import numpy as np
 import pytest
 import template_models
+import uvicorn
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
 from template_models import FAMILIES, Family
 
 from pipeline.capture import ids, turn
@@ -26,17 +33,23 @@ from pipeline.capture.dialects.chat import Chat
 from pipeline.capture.journal import Journal, Node, Policy
 from pipeline.capture.rows import rows
 from pipeline.capture.session import Session
+from pipeline.capture.supervisor import ShardSupervisor
 from pipeline.capture.trace import trace_of
 from pipeline.capture.turn import EngineTurns
 from pipeline.capture.upstream import Called, Engine, Frame, Function, Message, Sampled
-from pipeline.config import EngineConfig, ModelConfig
+from pipeline.config import EngineConfig, ModelConfig, SandboxConfig, SessionPolicy
 from pipeline.engine.server import SERVED_MODEL_NAME, EngineServer
 from pipeline.engine.transfer import set_version
-from pipeline.records import PolicyVersion
+from pipeline.harness import get_harness
+from pipeline.harness.base import DEFAULT_ROOT
+from pipeline.harness.install import install
+from pipeline.records import PolicyVersion, Trace
+from pipeline.sandbox import SandboxSpec, make_sandbox
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
-WINDOW = 8192
+DOCUMENT = Path(template_models.__file__).parents[2] / "docs" / "templates.md"
+WINDOW = 16384
 POLICY = Policy(temperature=1.0, max_tokens=8, max_calls=40, model_name="policy")
 TOOLS = [
     {
@@ -50,6 +63,7 @@ TOOLS = [
 ]
 START = [{"role": "system", "content": "You are a careful agent."}, {"role": "user", "content": "Look around."}]
 TOKENIZER = template_models.make_tokenizer()
+LEARNT: dict[str, dict[bool | None, Template]] = {}
 LETTERS = TOKENIZER.convert_tokens_to_ids(list("abcdefghij"))
 
 OK = {
@@ -110,6 +124,10 @@ def engine_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 class Puppet(Engine):
     """Renders for real. What the model says and how it is parsed can be dictated; probes go through."""
 
+    def __init__(self, url: str, family: Family) -> None:
+        super().__init__(url, SERVED_MODEL_NAME, extra=family.render_fields())
+        self.family = family
+
     says: list[int] | None = None  # these ids, instead of a sample
     stop: int | None = None  # sample letters for real, and after a few this id; None: never
     regex: str = ""  # sample for real, in this form
@@ -148,6 +166,7 @@ class Conversation:
 
     def __post_init__(self) -> None:
         self.turns = EngineTurns(self.engine, Journal(self.journal))
+        self.turns._templates = LEARNT.setdefault(self.engine.family.template, {})  # one self-test a family
         self.session = Session("a key", self.policy)
 
     async def ask(self, *new: dict[str, Any]) -> Node:
@@ -233,14 +252,10 @@ def run(work: Coroutine[Any, Any, None]) -> None:
     asyncio.run(asyncio.wait_for(work, 120))
 
 
-def puppet(url: str, family: Family) -> Puppet:
-    return Puppet(url, SERVED_MODEL_NAME, extra=family.render_fields())
-
-
 @pytest.mark.parametrize("name", FAMILIES)
 def test_the_self_test_tells_each_template_apart(name: str, engine_url: str) -> None:
     async def work() -> None:
-        template = await SelfTest(puppet(engine_url, FAMILIES[name])).run()
+        template = await SelfTest(Puppet(engine_url, FAMILIES[name])).run()
         expected = EXPECTED[name]
         assert template.problem == ""
         assert template.verdicts == expected.verdicts
@@ -254,6 +269,21 @@ def test_the_self_test_tells_each_template_apart(name: str, engine_url: str) -> 
 
 
 @pytest.mark.parametrize("name", FAMILIES)
+def test_the_documented_table_is_what_the_self_test_must_find(name: str) -> None:
+    expected, both = EXPECTED[name], EXPECTED[name].verdicts["two tools"]
+    cells = [
+        f"{name} (`{FAMILIES[name].template}`)",
+        both,
+        expected.verdicts["late system"],
+        expected.late_system,
+        json.dumps(both == "ok"),
+        ", ".join(expected.strips_after),
+        json.dumps(expected.inline_thoughts),
+    ]
+    assert f"| {' | '.join(cells)} |" in DOCUMENT.read_text().splitlines()
+
+
+@pytest.mark.parametrize("name", FAMILIES)
 def test_eight_tool_calls_are_one_row_and_read_like_the_whole_history(
     name: str, engine_url: str, tmp_path: Path
 ) -> None:
@@ -261,11 +291,11 @@ def test_eight_tool_calls_are_one_row_and_read_like_the_whole_history(
     family = FAMILIES[name]
 
     async def work() -> None:
-        dictated = Conversation(puppet(engine_url, family), tmp_path / "dictated")
+        dictated = Conversation(Puppet(engine_url, family), tmp_path / "dictated")
         template = await dictated.turns.template(None)
-        suffixes = await follow_script(dictated, family, script(template), spell=True)
-        sampled = Conversation(puppet(engine_url, family), tmp_path / "sampled")
-        assert await follow_script(sampled, family, script(template), spell=False) == suffixes
+        suffixes = await follow_script(dictated, script(template), spell=True)
+        sampled = Conversation(Puppet(engine_url, family), tmp_path / "sampled")
+        assert await follow_script(sampled, script(template), spell=False) == suffixes
 
     run(work())
 
@@ -275,7 +305,7 @@ def call_end(family: Family) -> str:
     return {"glm4moe": "<|observation|>", "gptoss": "<|call|>"}.get(family.template, family.stops[0])
 
 
-async def follow_script(talk: Conversation, family: Family, answers: Sequence[Message], spell: bool) -> list[list[int]]:
+async def follow_script(talk: Conversation, answers: Sequence[Message], spell: bool) -> list[list[int]]:
     """Nine calls, of which the script answers eight. Returns what follows each turn, from its end on.
 
     ``spell``: the model spells like its template, and each prompt must read like the whole history; else it samples
@@ -287,9 +317,9 @@ async def follow_script(talk: Conversation, family: Family, answers: Sequence[Me
     for step, answer in enumerate([*answers, Message("Done.")]):
         whole = await talk.rendered(*new)
         if spell:
-            talk.engine.says = await spelling(talk, family, whole, new, answer)
+            talk.engine.says = await spelling(talk, whole, new, answer)
         talk.engine.heard, ends = answer, spell or step % 2 == 0
-        talk.engine.stop = TOKENIZER.convert_tokens_to_ids(call_end(family)) if ends else None
+        talk.engine.stop = TOKENIZER.convert_tokens_to_ids(call_end(talk.engine.family)) if ends else None
         node = await talk.ask(*new)
         assert node.ended == ends
         prompt = talk.prompt(node)
@@ -310,18 +340,18 @@ async def follow_script(talk: Conversation, family: Family, answers: Sequence[Me
 
 
 async def spelling(
-    talk: Conversation, family: Family, whole: Sequence[int], new: Sequence[dict[str, Any]], answer: Message
+    talk: Conversation, whole: Sequence[int], new: Sequence[dict[str, Any]], answer: Message
 ) -> list[int]:
     """``answer`` to the history with ``new``, as the template spells it once its results follow."""
     if not answer.tool_calls:
-        return TOKENIZER.encode(f"{answer.content}{family.stops[0]}", add_special_tokens=False)
+        return TOKENIZER.encode(f"{answer.content}{talk.engine.family.stops[0]}", add_special_tokens=False)
     calls = [
         {"id": f"c{index}", "type": "function", "function": msgspec.to_builtins(call.function)}
         for index, call in enumerate(answer.tool_calls)
     ]
     after = [{"role": "tool", "tool_call_id": call["id"], "content": "x"} for call in calls]
     message = {"role": "assistant", "content": answer.content, "tool_calls": calls}
-    return spelt(decoded(await talk.rendered(*new, message, *after)), decoded(whole), family)
+    return spelt(decoded(await talk.rendered(*new, message, *after)), decoded(whole), talk.engine.family)
 
 
 @pytest.mark.parametrize("thoughts", ["fork", "keep"])
@@ -333,7 +363,7 @@ def test_thoughts_fork_where_the_template_strips_them_or_are_kept(
 
     async def work() -> None:
         policy = msgspec.structs.replace(POLICY, thoughts=thoughts)
-        talk = Conversation(puppet(engine_url, FAMILIES[name]), tmp_path / "journal", policy)
+        talk = Conversation(Puppet(engine_url, FAMILIES[name]), tmp_path / "journal", policy)
         talk.engine.stop = TOKENIZER.convert_tokens_to_ids(call_end(FAMILIES[name]))
         talk.engine.heard = Message(None, "a thought", calling("ls").tool_calls)
         first = await talk.ask()
@@ -361,7 +391,7 @@ def test_a_late_system_message_and_another_task_stay_in_the_row(name: str, engin
     """gpt-oss ends its last word with an id that never stands in a history, so there the new task is a fork."""
 
     async def work() -> None:
-        talk = Conversation(puppet(engine_url, FAMILIES[name]), tmp_path / "journal")
+        talk = Conversation(Puppet(engine_url, FAMILIES[name]), tmp_path / "journal")
         talk.engine.stop = TOKENIZER.convert_tokens_to_ids(call_end(FAMILIES[name]))
         talk.engine.heard = calling("ls")
         first = await talk.ask()
@@ -382,7 +412,9 @@ def test_a_late_system_message_and_another_task_stay_in_the_row(name: str, engin
     run(work())
 
 
-SPELLING = r'<tool_call>\n\{"name":  "bash", "arguments": \{ "command":"ls [a-j]{6}" \} \}\n</tool_call>'
+def spelling_of(tool: str, arguments: str) -> str:
+    """A regular expression for a call in a spelling that neither the template nor a harness would choose."""
+    return rf'<tool_call>\n\{{"name":  "{tool}", "arguments": \{{ {arguments} \}} \}}\n</tool_call>'
 
 
 def test_calls_that_the_engine_samples_and_parses_stay_one_row(engine_url: str, tmp_path: Path) -> None:
@@ -391,8 +423,8 @@ def test_calls_that_the_engine_samples_and_parses_stay_one_row(engine_url: str, 
 
     async def work(continuity: bool) -> None:
         policy = msgspec.structs.replace(POLICY, max_tokens=100, continuity=continuity)
-        talk = Conversation(puppet(engine_url, FAMILIES["qwen3"]), tmp_path / f"journal{continuity}", policy)
-        talk.engine.regex, talk.engine.stop = SPELLING, TOKENIZER.eos_token_id
+        talk = Conversation(Puppet(engine_url, FAMILIES["qwen3"]), tmp_path / f"journal{continuity}", policy)
+        talk.engine.regex, talk.engine.stop = spelling_of("bash", '"command":"ls [a-j]{6}"'), TOKENIZER.eos_token_id
         new: list[dict[str, Any]] = []
         for _ in range(8):
             node = await talk.ask(*new)
@@ -412,7 +444,7 @@ def test_greedy_samples_equal_those_of_the_plain_api(engine_url: str, tmp_path: 
 
     async def work() -> None:
         policy = msgspec.structs.replace(POLICY, temperature=0.0, max_tokens=24)
-        talk = Conversation(puppet(engine_url, FAMILIES["qwen3"]), tmp_path / "journal", policy)
+        talk = Conversation(Puppet(engine_url, FAMILIES["qwen3"]), tmp_path / "journal", policy)
         talk.engine.heard, talk.engine.free = calling("ls"), True
         root = await talk.ask()
         follow = await talk.ask(*results(root))
@@ -434,3 +466,83 @@ def test_greedy_samples_equal_those_of_the_plain_api(engine_url: str, tmp_path: 
 def agree(node: Node, tokens: list[int], logprobs: list[float]) -> None:
     assert ids.numbers(node.sampled) == tokens
     np.testing.assert_allclose(np.frombuffer(node.logprobs, np.float32), logprobs, atol=1e-5)
+
+
+class Insisting:
+    """Stands before an engine and makes it sample eight calls of a tool, then a last word; the rest passes through."""
+
+    def __init__(self, engine_url: str, call: str) -> None:
+        self._http = httpx.AsyncClient(base_url=engine_url, timeout=60, trust_env=False)
+        self._wishes = [call] * 8
+        app = Starlette(routes=[Route("/{path:path}", self._forward, methods=["GET", "POST"])])
+        self._server = uvicorn.Server(uvicorn.Config(app, lifespan="off", log_config=None))
+
+    @asynccontextmanager
+    async def serving(self) -> AsyncIterator[str]:
+        """Its URL."""
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            task = asyncio.create_task(self._server._serve([listener]))
+            try:
+                yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+            finally:
+                self._server.should_exit = self._server.force_exit = True
+                await asyncio.wait_for(task, 10)
+                await self._http.aclose()
+
+    async def _forward(self, request: Request) -> Response:
+        body = await request.body()
+        if request.url.path.endswith("/generate"):
+            body = self._insist(json.loads(body))
+        reply = await self._http.request(request.method, request.url.path, content=body, headers=JSON)
+        return Response(reply.content, reply.status_code, media_type="application/json")
+
+    def _insist(self, body: dict[str, Any]) -> bytes:
+        if body["cache_salt"] != "selftest":
+            regex = self._wishes.pop() if self._wishes else "Done"
+            wishes = {"structured_outputs": {"regex": regex}, "logit_bias": {str(TOKENIZER.eos_token_id): 20.0}}
+            body["sampling_params"] |= wishes
+        return json.dumps(body).encode()
+
+
+JSON = {"content-type": "application/json"}
+HARNESS_CALLS = {
+    "pi": spelling_of("bash", '"command":"echo [a-j]{6}"'),
+    "claude-code": spelling_of("Bash", '"description":"say it",  "command":"echo [a-j]{6}"'),
+}
+
+
+@pytest.mark.parametrize("name", HARNESS_CALLS)
+def test_eight_calls_of_a_real_harness_are_one_row(name: str, engine_url: str, tmp_path: Path) -> None:
+    """The harness re-serialises what the model spelt; the trace must not notice."""
+    install([name], DEFAULT_ROOT)
+    (tmp_path / "workspace").mkdir()
+    log = tmp_path / "log"
+
+    async def work() -> None:
+        async with Insisting(engine_url, HARNESS_CALLS[name]).serving() as url:
+            supervisor = ShardSupervisor(url, 1, tmp_path / "journals", SERVED_MODEL_NAME)
+            await supervisor.start()
+            try:
+                trace = await run_harness(name, supervisor, tmp_path / "workspace", log)
+            finally:
+                await supervisor.stop()
+        assert [(call.parent, call.tool_calls) for call in trace.calls] == [
+            (call_id - 1 if call_id else None, 1 if call_id < 8 else 0) for call_id in range(9)
+        ], log.read_text()[-2000:]
+        assert {call.delivered for call in trace.calls} == {True}
+        assert not [counter for counter in trace.counters if counter != "audited"]
+        (row,) = rows(trace)
+        assert row.trained_tokens == sum(len(call.sampled_ids) for call in trace.calls)
+
+    run(work())
+
+
+async def run_harness(name: str, supervisor: ShardSupervisor, workspace: Path, log: Path) -> Trace:
+    """One session of an unmodified harness in a sandbox."""
+    launch = get_harness(name).launch("http://127.0.0.1:8000", "key-1", "policy", "Say some words.", DEFAULT_ROOT)
+    spec = SandboxSpec(**vars(launch), workspace=workspace, listen_port=8000, stdout=log, timeout_s=60)
+    process = await make_sandbox(SandboxConfig()).launch(spec)
+    await supervisor.open_session("key-1", SessionPolicy(max_tokens=100), process.listener)
+    process.go()
+    await process.wait()
+    return await supervisor.close_session("key-1")
