@@ -17,7 +17,8 @@ from openai.types.responses import response_create_params, response_text_config_
 
 from pipeline.capture import dialects
 from pipeline.capture.dialects.__main__ import page, rows
-from pipeline.capture.dialects.base import Action, ApiError, ChatRequest, Dialect, Fault, Use
+from pipeline.capture.dialects.base import Action, ApiError, ChatRequest, Dialect, Fault
+from pipeline.capture.dialects.fields import Use
 
 SENT_AS_HEADERS = {"betas", "user_profile_id", "workspace_id"}
 FOR_THE_SDK_ITSELF = {"httpOptions", "shouldReturnHttpResponse", "automaticFunctionCalling", "automaticContinuation"}

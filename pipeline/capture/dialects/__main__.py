@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 import msgspec
 
 from pipeline.capture.dialects import DIALECTS
-from pipeline.capture.dialects.base import Rule, Use
+from pipeline.capture.dialects.fields import Rule, Use
 
 HEAD = """\
 # What becomes of each request field

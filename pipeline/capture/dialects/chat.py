@@ -8,25 +8,20 @@ from msgspec import Raw
 
 from pipeline.capture.canonical import ChatMessage, Item, ToolSet
 from pipeline.capture.dialects.base import (
-    DROPPED,
-    OVERRIDDEN,
     Action,
     Answer,
     ApiError,
     ChatRequest,
     Dialect,
     Fault,
-    Fields,
     among,
     counter,
-    honoured,
-    inner,
     positive,
-    rejected,
     require,
     route,
     sse,
 )
+from pipeline.capture.dialects.fields import DROPPED, OVERRIDDEN, Fields, honoured, inner, rejected
 
 ERRORS = {  # fault -> (type, code)
     Fault.INVALID: ("invalid_request_error", None),

@@ -12,26 +12,21 @@ from msgspec import Raw
 
 from pipeline.capture.canonical import ChatMessage, Item, ToolSet
 from pipeline.capture.dialects.base import (
-    DROPPED,
-    OVERRIDDEN,
     Action,
     Answer,
     ApiError,
     ChatRequest,
     Dialect,
     Fault,
-    Fields,
     ToolCall,
     among,
     counter,
-    honoured,
-    inner,
     positive,
-    rejected,
     require,
     route,
     sse,
 )
+from pipeline.capture.dialects.fields import DROPPED, OVERRIDDEN, Fields, honoured, inner, rejected
 from pipeline.capture.dialects.gemini_parts import (
     READERS,
     SERVER_PARTS,

@@ -9,25 +9,20 @@ from msgspec import Raw
 
 from pipeline.capture.canonical import ChatMessage, Item, Tool, ToolSet
 from pipeline.capture.dialects.base import (
-    DROPPED,
-    OVERRIDDEN,
     Action,
     Answer,
     ApiError,
     ChatRequest,
     Dialect,
-    Fields,
     among,
     counter,
-    honoured,
-    inner,
     positive,
-    rejected,
     require,
     route,
     sse,
 )
 from pipeline.capture.dialects.chat import openai_error
+from pipeline.capture.dialects.fields import DROPPED, OVERRIDDEN, Fields, honoured, inner, rejected
 from pipeline.capture.dialects.responses_items import (
     CLIENT_TOOLS,
     SERVER_ITEMS,
