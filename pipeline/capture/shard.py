@@ -29,6 +29,7 @@ from pipeline.capture.app import SessionApp, SharedApp
 from pipeline.capture.control import UPSTREAM_KEY, UPSTREAMS, Channel
 from pipeline.capture.journal import Closed, Journal, Opened, Policy
 from pipeline.capture.listener import KEEP_ALIVE_S, READ_S, Listener
+from pipeline.capture.memory import Trimmer
 from pipeline.capture.session import Session, file_name, restore
 from pipeline.capture.turn import EngineTurns, Turns
 from pipeline.capture.upstream import Engine
@@ -65,6 +66,7 @@ class Shard:
             _no_app, lifespan="off", ws="none", log_config=None, access_log=False, server_header=False,
             date_header=False, timeout_keep_alive=KEEP_ALIVE_S,
         )  # fmt: skip
+        self._trimmer = Trimmer()
         self._orders: set[asyncio.Task[None]] = set()
         self._handlers: dict[str, Callable[[dict[str, Any], list[int]], Coroutine[Any, Any, dict[str, Any]]]] = {
             "listen": self._listen,
@@ -180,6 +182,7 @@ class Shard:
         }
         totals = self._turns.totals | self._lag.counts
         expired = [session.id for session in sessions if is_idle(session)][:EXPIRED]
+        self._trimmer.run()
         return {"gauges": gauges, "totals": totals, "stall_s": self._lag.take(), "expired": expired}
 
 
