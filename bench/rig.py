@@ -24,7 +24,6 @@ from bench.measure import RunFailed, UsageMeter, Watch, await_http, fetch, shard
 ROOT = Path(__file__).resolve().parent.parent
 STOP_S = 15.0
 SETTLE_S = 0.5
-REST_S = 5.0  # after the load, before memory is read
 POLL_S = 0.1
 
 
@@ -38,12 +37,13 @@ class Load:
     shards: int = 2
     kill_every_s: float = 0.0
     pins: dict[str, str] = field(default_factory=dict)  # process ("engine", "target", "load") -> cores
+    rest_s: float = 5.0  # after the load, before memory is read
     cap_s: float = 1200.0
 
     def command(self, adapter: str, url: str, engine_url: str) -> list[str]:
         """The generator's."""
         command = [sys.executable, "-m", "bench.load", "--adapter", adapter, "--base", url, "--engine", engine_url]
-        command += ["--settle", str(REST_S)]
+        command += ["--settle", str(self.rest_s)]
         for name, value in self.options.items():
             flag = "--" + name.replace("_", "-")
             if value is not False:
@@ -114,7 +114,7 @@ class _Measured:
                 if not at_end and b"LOAD_DONE" in log.read_bytes():
                     killer.stop()
                     at_end = self._at_end(before, engine_before)
-                    time.sleep(REST_S - 1)
+                    time.sleep(0.8 * load.rest_s)
                     at_end["rss_mb"] = round(self._meter.read().rss_mb, 1)
                 time.sleep(POLL_S)
         if process.returncode or not at_end:

@@ -17,7 +17,7 @@ def test_twenty_sessions(tmp_path: Path) -> None:
     load = {"n": 20, "turns": 3, "ramp": 0.2, "kb_end": 60}
     for adapter in ("direct", "yoke"):
         options = load | {"rows": adapter == "yoke"}
-        row = bench.run(adapter, Load("closed", options, latency_s=(0.02, 0.1), cap_s=60))
+        row = bench.run(adapter, Load("closed", options, latency_s=(0.02, 0.1), rest_s=0.5, cap_s=60))
         assert row is not None
         assert (row["sessions"], row["turns"], row["lost"]) == (20, 60, {})
         assert row["wrong"] == 0, row["trace"]
