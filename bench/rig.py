@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import random
+import shutil
 import signal
 import socket
 import subprocess
@@ -56,10 +57,14 @@ class Load:
         return ["taskset", "-c", cores, *command] if cores else list(command)
 
 
-def run_load(adapter_name: str, load: Load) -> dict[str, Any]:
-    """The figures of one run. Raises NotInstalled or RunFailed."""
+def run_load(adapter_name: str, load: Load, logs: Path | None = None) -> dict[str, Any]:
+    """The figures of one run; what its processes wrote is kept in ``logs``. Raises NotInstalled or RunFailed."""
     with tempfile.TemporaryDirectory(prefix="bench-") as directory:
-        return _run(adapter_name, load_adapter(adapter_name), load, Path(directory))
+        try:
+            return _run(adapter_name, load_adapter(adapter_name), load, Path(directory))
+        finally:
+            if logs is not None:
+                shutil.copytree(directory, logs / f"{load.name}-{adapter_name}", dirs_exist_ok=True)
 
 
 def _run(name: str, adapter: Adapter, load: Load, directory: Path) -> dict[str, Any]:

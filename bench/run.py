@@ -32,6 +32,7 @@ class Bench:
 
     out: Path
     dialects: str = ",".join(DIALECTS)
+    logs: Path | None = None
     rows: list[dict[str, Any]] = field(default_factory=list)
     failed: bool = False
 
@@ -39,7 +40,7 @@ class Bench:
         """The figures of one run; None when there are none, which is said."""
         self._say(f"{load.name}: {adapter} …")
         try:
-            row = run_load(adapter, replace(load, options=load.options | {"dialects": self.dialects}))
+            row = run_load(adapter, replace(load, options=load.options | {"dialects": self.dialects}), self.logs)
         except NotInstalled as error:
             self._say(f"{adapter} is left out: {error}")
             return None
@@ -128,9 +129,10 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--period", type=float, default=3, help="seconds between turns of a session in the open loop")
     parser.add_argument("--closed-only", action="store_true", help="leave the open loop out")
     parser.add_argument("--kills", type=int, default=50)
-    parser.add_argument("--kill-every", type=float, default=1.0, metavar="SECONDS")
-    parser.add_argument("--kill-n", type=int, default=60, help="clients while shards are killed")
+    parser.add_argument("--kill-every", type=float, default=2.0, metavar="SECONDS")
+    parser.add_argument("--kill-n", type=int, default=40, help="clients while shards are killed")
     parser.add_argument("--quick", action="store_true", help="64 sessions of 5 turns")
+    parser.add_argument("--logs", type=Path, help="keep what the processes wrote, journals included, in this folder")
     parser.add_argument("--out", type=Path, default=Path("runs/bench-proxy.jsonl"), help="of JSON lines")
     return parser
 
@@ -144,7 +146,7 @@ def main() -> None:
     raise_open_files()
     options.out.parent.mkdir(parents=True, exist_ok=True)
     options.out.unlink(missing_ok=True)
-    bench = Bench(options.out, dialects=options.dialects)
+    bench = Bench(options.out, options.dialects, options.logs)
     for name in names:
         SCENARIOS[name](bench, options)
     report = f"{table(bench.rows)}\n\n{verdicts(bench.rows)}"
