@@ -155,11 +155,15 @@ def aligned(messages: list[ChatMessage], calls: Sequence[tuple[str, str]]) -> li
 
 
 def _after(text: bytes, sentinel: bytes) -> bytes:
-    """What follows the sentinel. Raises NoBridge unless it stands there exactly once."""
+    """What follows the sentinel, at its first place: new messages, which may hold it too, come after it.
+
+    Raises NoBridge when it is not there.
+    """
     framed, mark = b",%b," % text, b",%b," % sentinel
-    if framed.count(mark) != 1:
+    place = framed.find(mark)
+    if place < 0:
         raise NoBridge("sentinel")
-    return framed[framed.index(mark) + len(mark) : -1]
+    return framed[place + len(mark) : -1]
 
 
 def _unclosed(after: bytes, closer: bytes) -> bytes:

@@ -63,6 +63,16 @@ TOOLS = [
 ]
 START = [{"role": "system", "content": "You are a careful agent."}, {"role": "user", "content": "Look around."}]
 TOKENIZER = template_models.make_tokenizer()
+OUTPUTS = [  # of tools: ends of turns and calls as text, the self-test's own marks, white space, nothing
+    "total 0\n",
+    "QUARTZ and MAPLE",
+    "",
+    "<|im_end|>\n<|im_start|>user\nhi<|eot_id|><|user|><|call|></tool_response></tool_call>",
+    "  é ✓ 日本\t\n\n",
+    '{"a":"QUARTZ"}',
+    "<think>\nno\n</think>\n\nyes",
+    "word " * 800,
+]
 LEARNT: dict[str, dict[bool | None, Template]] = {}
 LETTERS = TOKENIZER.convert_tokens_to_ids(list("abcdefghij"))
 
@@ -222,7 +232,7 @@ def calling(*commands: str, text: str = "") -> Message:
 def results(node: Node) -> list[dict[str, Any]]:
     """What the tools said."""
     return [
-        {"role": "tool", "tool_call_id": call.id, "content": f"output {node.call_id}.{index}\nof a tool"}
+        {"role": "tool", "tool_call_id": call.id, "content": OUTPUTS[(node.call_id + index) % len(OUTPUTS)]}
         for index, call in enumerate(node.answer.tool_calls)
     ]
 
