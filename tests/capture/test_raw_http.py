@@ -132,6 +132,22 @@ def test_a_wrong_key_is_refused_before_the_body_is_there(proxies: Proxies, diale
     asyncio.run(run())
 
 
+@every_dialect
+def test_unknown_routes_and_methods_are_told_in_the_dialect(proxies: Proxies, dialect: str) -> None:
+    async def run() -> None:
+        async with served(proxies) as raw, connected(raw.port) as wire:
+            await wire.send(request(DIALECTS[dialect].other, b"{}"))
+            reply = await wire.reply()
+            assert reply.status == 404 and DIALECTS[dialect].other in reply.error(dialect)
+            for method in ("GET", "PUT", "DELETE", "PATCH"):
+                await wire.send(request(DIALECTS[dialect].path, b"", method=method))
+                reply = await wire.reply()
+                assert (method, reply.status) == (method, 405) and reply.error(dialect)
+            await raw.fine(wire, dialect)
+
+    asyncio.run(run())
+
+
 def test_greetings_need_no_key_and_v1_may_be_left_out(proxies: Proxies) -> None:
     async def run() -> None:
         async with served(proxies) as raw, connected(raw.port) as wire:

@@ -62,7 +62,7 @@ def test_a_conversation_with_tools_is_one_row(proxies: Proxies, sdk: type[Sdk], 
     assert all(call.delivered and call.trainable for call in trace.calls)
     (row,) = rows(trace)
     assert row.trained_tokens == sum(len(call.sampled_ids) for call in trace.calls)
-    assert trace.counters == {}
+    assert set(trace.counters) <= {"audited"}  # one turn in a hundred is
 
 
 @every_sdk
