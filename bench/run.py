@@ -81,8 +81,8 @@ def compare(bench: Bench, options: argparse.Namespace) -> None:
             continue
         capacity = row["mid_turns_per_s"] or row["turns_per_s"]
         steady = {
-            "rate": round(capacity / 2, 1), "turns": options.turns, "duration": options.open_s, "readback": "end",
-            "period": options.period,
+            "rate": round(capacity / 2, 1), "turns": options.turns, "duration": options.open_s,
+            "readback": "after" if adapter == "direct" else "end", "period": options.period,
         }  # fmt: skip
         bench.run(adapter, replace(closed, name="open", options=steady))
 

@@ -67,3 +67,7 @@ def _lists(table: pa.Table, name: str) -> list[NDArray[Any]]:
         for chunk in table.column(name).chunks
         for row in range(len(chunk))
     ]
+
+
+# The first conversion imports pandas where there is one: a second that must not fall into the load.
+_lists(pa.table({"warm": [[1]]}), "warm")
