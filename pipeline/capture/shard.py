@@ -30,7 +30,6 @@ from pipeline.capture.control import UPSTREAM_KEY, UPSTREAMS, Channel
 from pipeline.capture.heap import Heap
 from pipeline.capture.journal import Closed, Journal, Opened, Policy
 from pipeline.capture.listener import KEEP_ALIVE_S, READ_S, Listener
-from pipeline.capture.memory import Trimmer
 from pipeline.capture.session import Session, file_name, restore
 from pipeline.capture.turn import EngineTurns, Turns
 from pipeline.capture.upstream import Engine
@@ -68,7 +67,6 @@ class Shard:
             _no_app, lifespan="off", ws="none", log_config=None, access_log=False, server_header=False,
             date_header=False, timeout_keep_alive=KEEP_ALIVE_S,
         )  # fmt: skip
-        self._trimmer = Trimmer()
         self._orders: set[asyncio.Task[None]] = set()
         self._handlers: dict[str, Callable[[dict[str, Any], list[int]], Coroutine[Any, Any, dict[str, Any]]]] = {
             "listen": self._listen,
@@ -194,7 +192,6 @@ class Shard:
         self._heap.relieve(busy=gauges["in_flight"] > AT_LEISURE)
         totals = self._turns.totals | self._lag.counts
         expired = [session.id for session in sessions if is_idle(session)][:EXPIRED]
-        self._trimmer.run()
         return {"gauges": gauges, "totals": totals, "stall_s": self._lag.take(), "expired": expired}
 
 

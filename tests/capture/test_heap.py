@@ -6,8 +6,8 @@ import subprocess
 import sys
 
 SCRIPT = """
-from pipeline.capture.memory import Trimmer, resident
-trimmer = Trimmer()
+from pipeline.capture.heap import Heap, resident
+heap = Heap()
 small = resident()
 kept = []
 for index in range(4000):
@@ -16,7 +16,7 @@ for index in range(4000):
 kept = [little for _, little in kept]
 del large
 held = resident()
-trimmer.run()
+heap.relieve(busy=False)
 print(small, held, resident())
 """
 
