@@ -4,23 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import json
-import multiprocessing
 import os
-import signal
+import subprocess
+import sys
 from collections.abc import Iterable, Iterator
-from concurrent.futures import ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 
 from pipeline.capture.rows import rows
 from pipeline.capture.session import Session
+from pipeline.capture.shard_process import package_environment
 from pipeline.capture.trace import read_session, trace_of
 from pipeline.records import Trace
 
 NICE = 10  # below the shards, which must not wait for a reader
+EXPORT_S = 300.0
 BATCH_IDS = 2**20  # token ids in one record batch
 
 IDS, FLOATS = pa.list_(pa.int32()), pa.list_(pa.float32())
@@ -51,37 +52,64 @@ SCHEMAS = {
 OWN = ("versions", "dialect", "agent", "request", "answer")  # columns that are no attributes of a Call
 
 
+class ExportError(Exception):
+    """A trace could not be turned into Arrow."""
+
+
 class Exporter:
-    """Turns trace files into Arrow IPC streams, one at a time, in a process that is started when it is first needed."""
+    """Turns trace files into Arrow IPC streams, one at a time, in a process that is started when it is first needed.
+
+    The process ends when this one does, however it dies: its standard input closes.
+    """
 
     def __init__(self) -> None:
-        self._pool: ProcessPoolExecutor | None = None
+        self._process: asyncio.subprocess.Process | None = None
+        self._turn = asyncio.Lock()
 
     async def write(self, kind: str, trace: Path, out: Path) -> None:
-        """Write ``calls`` or ``rows`` of a trace file. Raises ValueError or OSError."""
-        try:
-            await self._submit(kind, trace, out)
-        except BrokenProcessPool:  # killed from outside: once more, in another one
-            self.close()
-            await self._submit(kind, trace, out)
+        """Write ``calls`` or ``rows`` of a trace file. Raises ExportError."""
+        job = json.dumps([kind, str(trace), str(out)]).encode() + b"\n"
+        async with self._turn:
+            answer = await self._ask(job) or await self._ask(job)  # killed from outside: once more, in another one
+        if answer != b"ok\n":
+            raise ExportError(f"the {kind} of this session could not be exported: {answer.decode().strip()}")
 
     def close(self) -> None:
         """End the process."""
-        if self._pool is not None:
-            self._pool.shutdown(wait=False, cancel_futures=True)
-            self._pool = None
+        if self._process is not None and self._process.returncode is None:
+            self._process.kill()
 
-    async def _submit(self, kind: str, trace: Path, out: Path) -> None:
-        if self._pool is None:
-            context = multiprocessing.get_context("spawn")
-            self._pool = ProcessPoolExecutor(1, mp_context=context, initializer=_step_back)
-        await asyncio.get_running_loop().run_in_executor(self._pool, write_arrow, kind, trace, out)
+    async def _ask(self, job: bytes) -> bytes:
+        """The process's answer; nothing when it died."""
+        if self._process is None or self._process.returncode is not None:
+            self._process = await asyncio.create_subprocess_exec(
+                sys.executable, "-m", "pipeline.capture.export",
+                stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=package_environment(), start_new_session=True,
+            )  # fmt: skip
+        assert self._process.stdin is not None and self._process.stdout is not None
+        try:
+            self._process.stdin.write(job)
+            async with asyncio.timeout(EXPORT_S):
+                answer = await self._process.stdout.readline()
+        except (ConnectionError, TimeoutError, asyncio.CancelledError):
+            self.close()
+            await self._process.wait()
+            raise
+        if not answer:
+            await self._process.wait()
+        return answer
 
 
-def _step_back() -> None:
+def main() -> None:
+    """The process: a job a line, an answer a line, until there are no more."""
     os.nice(NICE)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    for line in sys.stdin:
+        kind, trace, out = json.loads(line)
+        try:
+            write_arrow(kind, Path(trace), Path(out))
+            print("ok", flush=True)
+        except (ValueError, OSError) as error:
+            print(repr(error).replace("\n", " "), flush=True)
 
 
 def write_arrow(kind: str, trace: Path, out: Path) -> None:
@@ -93,7 +121,8 @@ def write_arrow(kind: str, trace: Path, out: Path) -> None:
     records = _calls(session, whole) if kind == "calls" else (vars(row) for row in rows(whole))
     with pa.OSFile(str(out), "wb") as sink, pa.ipc.new_stream(sink, schema) as writer:
         for batch in _batches(records):
-            writer.write_batch(pa.RecordBatch.from_pylist(batch, schema=schema))
+            columns = [_column([record[field.name] for record in batch], field.type) for field in schema]
+            writer.write_batch(pa.RecordBatch.from_arrays(columns, schema=schema))
 
 
 def _calls(session: Session, whole: Trace) -> Iterator[dict[str, Any]]:
@@ -112,6 +141,14 @@ def _calls(session: Session, whole: Trace) -> Iterator[dict[str, Any]]:
         }
 
 
+def _column(values: list[Any], kind: Any) -> Any:
+    """An Arrow array; lists of numbers are numpy arrays and copied as a whole."""
+    if not (pa.types.is_list(kind) and pa.types.is_primitive(kind.value_type)):
+        return pa.array(values, kind)
+    offsets = np.cumsum([0, *map(len, values)], dtype=np.int32)
+    return pa.ListArray.from_arrays(offsets, pa.array(np.concatenate(values), kind.value_type))
+
+
 def _batches(records: Iterable[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:
     batch: list[dict[str, Any]] = []
     ids = 0
@@ -123,3 +160,7 @@ def _batches(records: Iterable[dict[str, Any]]) -> Iterator[list[dict[str, Any]]
             batch, ids = [], 0
     if batch:
         yield batch
+
+
+if __name__ == "__main__":
+    main()

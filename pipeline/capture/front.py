@@ -26,11 +26,12 @@ from starlette.responses import FileResponse, JSONResponse, Response
 from starlette.routing import Route
 
 from pipeline.capture.app import new_key
-from pipeline.capture.export import SCHEMAS, Exporter
+from pipeline.capture.export import SCHEMAS, Exporter, ExportError
 from pipeline.capture.metrics import ProxyMetrics
 from pipeline.capture.registry import Entry, Registry
 from pipeline.capture.session import file_name
-from pipeline.capture.supervisor import CaptureError, ShardSupervisor
+from pipeline.capture.shard_process import CaptureError
+from pipeline.capture.supervisor import ShardSupervisor
 from pipeline.config import SessionPolicy, UserError
 from pipeline.records import PolicyVersion
 
@@ -112,13 +113,14 @@ class Front:
         self._exporter.close()
 
     def _guarded(self, handler: Callable[[Request], Awaitable[Response]]) -> Callable[[Request], Awaitable[Response]]:
-        """The handler behind the admin key, with the shards' failures as 503."""
+        """The handler behind the admin key, with failures of the shards, the disk or the exporter as 503."""
 
         async def guarded(request: Request) -> Response:
             self._authorise(request)
             try:
                 return await handler(request)
-            except CaptureError as error:
+            except (CaptureError, ExportError, OSError) as error:
+                log.warning("%s %s: %s", request.method, request.url.path, error)
                 raise HTTPException(503, str(error)) from error
 
         return guarded

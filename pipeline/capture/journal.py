@@ -152,11 +152,15 @@ class Journal:
 
 
 def write(path: Path, records: Iterable[Record]) -> None:
-    """Publish a whole file of records by an atomic rename."""
+    """Publish a whole file of records by an atomic rename. Raises OSError and then leaves nothing behind."""
     draft = path.with_suffix(path.suffix + ".tmp")
-    with draft.open("wb") as file:
-        for record in records:
-            file.write(_frame(record))
+    try:
+        with draft.open("wb") as file:
+            for record in records:
+                file.write(_frame(record))
+    except OSError:
+        draft.unlink()
+        raise
     draft.replace(path)
 
 

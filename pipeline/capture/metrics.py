@@ -14,7 +14,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 
 from pipeline.capture.shard import LAG_MS
-from pipeline.capture.supervisor import ShardFigures
+from pipeline.capture.shard_process import ShardFigures
 from pipeline.capture.turn import ADDED_MS
 
 # prefix of a shard's count -> metric, label, description

@@ -25,12 +25,14 @@ from pipeline.capture.dialects.base import ApiError
 from pipeline.capture.front import Front
 from pipeline.capture.listener import BACKLOG
 from pipeline.capture.registry import Registry
-from pipeline.capture.supervisor import CaptureError, ShardSupervisor
+from pipeline.capture.shard_process import CaptureError
+from pipeline.capture.supervisor import ShardSupervisor
 from pipeline.capture.text import api_base, trusts_environment
 from pipeline.capture.upstream import Engine
 from pipeline.config import Config, ProxyConfig, UserError
 
 ADMIN_KEY = "YOKE_ADMIN_KEY"  # environment: see conf/proxy
+LEFT_OVER = ("*.snapshot", "*.arrow", "*.tmp")  # what a killed proxy was writing for a reader
 GREET_S = 3.0
 POLL_S = 0.05
 END_S = 5.0
@@ -204,6 +206,8 @@ def _locked(place: Path) -> Iterator[None]:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             raise UserError(f"proxy.dir={place}: another yoke proxy runs there") from error
+        for left in (path for pattern in LEFT_OVER for path in place.glob(pattern)):
+            left.unlink()
         yield
 
 

@@ -3,169 +3,38 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 import json
 import logging
-import os
 import socket
-import subprocess
 import sys
-import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from pipeline.capture import control
+from pipeline.capture.shard_process import (
+    START_S,
+    STOP_S,
+    CaptureError,
+    OpenSession,
+    ShardFigures,
+    ShardGone,
+    ShardProcess,
+    first,
+    package_environment,
+)
 from pipeline.capture.trace import read_trace
 from pipeline.config import SessionPolicy
 from pipeline.records import PolicyVersion, Trace
 
 HEARTBEAT_S = 2.0
-STALLS = 30  # heartbeats that the worst delay of a loop is kept for
 SILENT_S = 10.0  # a shard that says nothing for so long is killed
-START_S = 30.0
-STOP_S = 5.0
 MOST_BACKOFF_S = 5.0
 DESCRIBED = 100  # sessions in one message to a shard
 
 log = logging.getLogger(__name__)
-
-
-class ShardGone(Exception):
-    """The shard died before it answered."""
-
-
-class CaptureError(Exception):
-    """A shard could not do what it was asked to."""
-
-
-@dataclass
-class _Open:
-    """What a replacement shard needs to take a session up."""
-
-    policy: dict[str, Any]
-    listener: socket.socket | None  # None: the shard's shared one
-
-
-@dataclass
-class ShardFigures:
-    """What a shard's heartbeats told, whichever process it was. ``stalls``: the loop's longest delay in each."""
-
-    index: int
-    pid: int | None = None
-    restarts: int = 0
-    gauges: dict[str, int] = field(default_factory=dict)
-    stalls: deque[float] = field(default_factory=lambda: deque(maxlen=STALLS))
-    _present: dict[str, int] = field(default_factory=dict)
-    _past: Counter[str] = field(default_factory=Counter)
-
-    @property
-    def totals(self) -> Counter[str]:
-        """Counts since the first process's start."""
-        return self._past + Counter(self._present)
-
-    def take(self, heartbeat: dict[str, Any]) -> None:
-        """Take in a heartbeat."""
-        self.gauges, self._present = heartbeat["gauges"], heartbeat["totals"]
-        self.stalls.append(heartbeat["stall_s"])
-
-    def died(self) -> None:
-        """The next process counts from zero."""
-        self._past.update(self._present)
-        self._present, self.gauges = {}, {}
-
-
-class _Shard:
-    """One shard's process, as the supervisor sees it; the process may be a later one than before."""
-
-    def __init__(
-        self,
-        index: int,
-        command: Sequence[str],
-        journal: Path,
-        environment: dict[str, str],
-        listener: socket.socket | None = None,
-    ) -> None:
-        self.index = index
-        self.listener = listener
-        self.sessions: dict[str, _Open] = {}
-        self.ready = asyncio.Event()
-        self.gone = asyncio.Event()
-        self.figures = ShardFigures(index)
-        self.starts = 0
-        self._command = [*command, "--journal", str(journal)]
-        self._environment = environment
-        self._log_path = journal.with_suffix(".log")
-        self._numbers = itertools.count()
-        self._waiting: dict[int, asyncio.Future[dict[str, Any]]] = {}
-        self._channel: control.Channel | None = None
-        self._process: subprocess.Popen[bytes] | None = None
-        self._heard = 0.0
-
-    @property
-    def pid(self) -> int | None:
-        """The process id of the current process."""
-        return self._process.pid if self._process else None
-
-    @property
-    def silence_s(self) -> float:
-        """Seconds since the shard last said something."""
-        return time.monotonic() - self._heard
-
-    async def start(self) -> None:
-        """Start a process and wait until it has replayed the journal. Raises CaptureError."""
-        ours, theirs = control.pair()
-        self.gone, said_ready = asyncio.Event(), asyncio.Event()
-        self._said_ready = said_ready
-        self.starts += 1
-        with theirs, self._log_path.open("ab") as out:
-            self._process = subprocess.Popen(
-                [*self._command, "--control", str(theirs.fileno())],
-                pass_fds=(theirs.fileno(),), stdin=subprocess.DEVNULL, stdout=out, stderr=out,
-                start_new_session=True, env=self._environment,
-            )  # fmt: skip
-        self._channel = control.Channel(ours, self._hear, self.gone.set)
-        self._heard = time.monotonic()
-        if not await _first(said_ready, self.gone, timeout_s=START_S):
-            await self.kill()
-            raise CaptureError(f"shard {self.index} was not ready within {START_S:.0f} s; see {self._log_path}")
-
-    async def request(self, message: dict[str, Any], fds: Sequence[int] = ()) -> dict[str, Any]:
-        """The shard's answer. Raises ShardGone or CaptureError."""
-        if self._channel is None or self.gone.is_set():
-            raise ShardGone
-        number = next(self._numbers)
-        answer = self._waiting[number] = asyncio.get_running_loop().create_future()
-        self._channel.send({"id": number, **message}, fds)
-        try:
-            reply = await answer
-        finally:
-            self._waiting.pop(number, None)
-        if not reply["ok"]:
-            raise CaptureError(f"shard {self.index} could not {message['op']}: {reply['error']}")
-        return reply
-
-    async def kill(self, patience_s: float = 0.0) -> None:
-        """End the process and fail what waits on it; a closed control socket is the order to exit."""
-        self.ready.clear()
-        if self._channel is not None:
-            self._channel.close()
-        self.gone.set()
-        for answer in self._waiting.values():
-            if not answer.done():
-                answer.set_exception(ShardGone())
-        if self._process is not None:
-            await asyncio.to_thread(_reap, self._process, patience_s)
-
-    def _hear(self, message: dict[str, Any], fds: list[int]) -> None:
-        self._heard = time.monotonic()
-        if message.get("ready"):
-            self._said_ready.set()
-        answer = self._waiting.get(message.get("id", -1))
-        if answer is not None and not answer.done():
-            answer.set_result(message)
 
 
 class ShardSupervisor:
@@ -202,12 +71,12 @@ class ShardSupervisor:
         command += ["--render-fields", json.dumps(dict(render_fields))] if render_fields else []
         command += [] if named_weights else ["--foreign-weights"]
         command += ["--read", str(read_s)]
-        environment = _environment() | ({control.UPSTREAM_KEY: upstream_key} if upstream_key else {})
+        environment = package_environment() | ({control.UPSTREAM_KEY: upstream_key} if upstream_key else {})
         journals = [self._directory / f"shard-{i}.journal" for i in range(shards)]
         shared = [*listeners, *[None] * (shards - len(listeners))]
         self._ports = [listener.getsockname()[1] for listener in listeners]
-        self._shards = [_Shard(i, command, journals[i], environment, shared[i]) for i in range(shards)]
-        self._homes: dict[str, _Shard] = {}
+        self._shards = [ShardProcess(i, command, journals[i], environment, shared[i]) for i in range(shards)]
+        self._homes: dict[str, ShardProcess] = {}
         self._version = PolicyVersion(0, 0)
         self._draining = False
         # Told the sessions that were idle for longer than their time to live, at every heartbeat until they are closed.
@@ -257,7 +126,7 @@ class ShardSupervisor:
         home = self._shards[self.least_loaded() if shard is None else shard]
         terms = asdict(policy) | {"model_name": model_name or self._model_name}
         self._homes[session_id] = home
-        home.sessions[session_id] = _Open(terms, listener.dup() if listener else None)
+        home.sessions[session_id] = OpenSession(terms, listener.dup() if listener else None)
         try:
             await self._in_time(self._ask(home, session_id), deadline_s, "a shard to open a session")
         except (CaptureError, asyncio.CancelledError):
@@ -293,7 +162,7 @@ class ShardSupervisor:
 
     async def describe(self, session_ids: Sequence[str], deadline_s: float = 30.0) -> dict[str, dict[str, Any]]:
         """Figures of those of these sessions that are open, by session. Raises CaptureError."""
-        homes: dict[_Shard, list[str]] = {}
+        homes: dict[ShardProcess, list[str]] = {}
         for session_id in session_ids:
             if session_id in self._homes:
                 homes.setdefault(self._homes[session_id], []).append(session_id)
@@ -334,7 +203,7 @@ class ShardSupervisor:
         alive = sum(shard.ready.is_set() for shard in self._shards)
         return {**total, "open_sessions": len(self._homes), "shards_alive": alive, "shard_restarts": restarts}
 
-    async def _keep(self, shard: _Shard) -> None:
+    async def _keep(self, shard: ShardProcess) -> None:
         """Keep one shard running, whatever happens to its process."""
         failures = 0
         while True:
@@ -350,7 +219,7 @@ class ShardSupervisor:
             shard.figures.died()
             await asyncio.sleep(min(0.1 * 2**failures, MOST_BACKOFF_S) if failures else 0)
 
-    async def _hand_over(self, shard: _Shard) -> None:
+    async def _hand_over(self, shard: ShardProcess) -> None:
         """Give a fresh process the version and the sessions that its predecessor had."""
         await asyncio.wait_for(shard.request(self._version_order()), START_S)
         if self._draining:
@@ -362,17 +231,17 @@ class ShardSupervisor:
             await asyncio.wait_for(self._open(shard, session_id), START_S)
         shard.ready.set()
 
-    async def _watch(self, shard: _Shard) -> None:
+    async def _watch(self, shard: ShardProcess) -> None:
         """Returns when the process is dead or silent."""
         ping: asyncio.Task[Any] | None = None
         while not shard.gone.is_set() and shard.silence_s < SILENT_S:
             if ping is None or ping.done():
                 ping = asyncio.create_task(self._ping(shard))
-            await _first(shard.gone, timeout_s=HEARTBEAT_S)
+            await first(shard.gone, timeout_s=HEARTBEAT_S)
         why = "died" if shard.gone.is_set() else f"was silent for {shard.silence_s:.0f} s"
         log.warning("shard %d (pid %s) %s and is replaced", shard.index, shard.pid, why)
 
-    async def _ping(self, shard: _Shard) -> None:
+    async def _ping(self, shard: ShardProcess) -> None:
         try:
             reply = await shard.request({"op": "ping"})
         except (ShardGone, CaptureError) as error:
@@ -382,7 +251,7 @@ class ShardSupervisor:
         if reply["expired"] and self.on_expired is not None:
             self.on_expired(reply["expired"])
 
-    async def _ask(self, shard: _Shard, session_id: str) -> None:
+    async def _ask(self, shard: ShardProcess, session_id: str) -> None:
         """Open a session on its shard, on the next process if this one dies."""
         while True:
             await shard.ready.wait()
@@ -391,12 +260,12 @@ class ShardSupervisor:
             except ShardGone:
                 await asyncio.sleep(0)
 
-    async def _open(self, shard: _Shard, session_id: str) -> None:
+    async def _open(self, shard: ShardProcess, session_id: str) -> None:
         session = shard.sessions[session_id]
         order = {"op": "open", "session": session_id, "policy": session.policy}
         await shard.request(order, [session.listener.fileno()] if session.listener else [])
 
-    async def _insist(self, shard: _Shard, message: dict[str, Any]) -> dict[str, Any]:
+    async def _insist(self, shard: ShardProcess, message: dict[str, Any]) -> dict[str, Any]:
         """A shard's answer to an order that may be given twice."""
         while True:
             await shard.ready.wait()
@@ -405,12 +274,14 @@ class ShardSupervisor:
             except ShardGone:
                 await asyncio.sleep(0)
 
-    async def _order(self, shard: _Shard, message: dict[str, Any], deadline_s: float, what: str) -> dict[str, Any]:
+    async def _order(
+        self, shard: ShardProcess, message: dict[str, Any], deadline_s: float, what: str
+    ) -> dict[str, Any]:
         """A shard's answer in time. Raises CaptureError."""
         reply: dict[str, Any] = await self._in_time(self._insist(shard, message), deadline_s, f"a shard {what}")
         return reply
 
-    def _home(self, session_id: str) -> _Shard:
+    def _home(self, session_id: str) -> ShardProcess:
         shard = self._homes.get(session_id)
         if shard is None:
             raise CaptureError("no session with this id is open")
@@ -434,32 +305,6 @@ class ShardSupervisor:
 def batched(items: Sequence[str], size: int) -> list[Sequence[str]]:
     """Cut a list into parts."""
     return [items[start : start + size] for start in range(0, len(items), size)]
-
-
-async def _first(*events: asyncio.Event, timeout_s: float) -> bool:
-    """Wait for any of the events; whether the first of them is set."""
-    waits = [asyncio.create_task(event.wait()) for event in events]
-    try:
-        await asyncio.wait(waits, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        for wait in waits:
-            wait.cancel()
-    return events[0].is_set()
-
-
-def _reap(process: subprocess.Popen[bytes], patience_s: float) -> None:
-    try:
-        process.wait(patience_s)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait(STOP_S)
-
-
-def _environment() -> dict[str, str]:
-    """This process's environment, in which a child finds this very package."""
-    root = str(Path(__file__).resolve().parents[2])
-    paths = [root, os.environ.get("PYTHONPATH", "")]
-    return os.environ | {"PYTHONPATH": os.pathsep.join(path for path in paths if path)}
 
 
 def _take_trace(path: Path) -> Trace:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -9,6 +10,7 @@ import numpy as np
 from pipeline.capture import ids, journal
 from pipeline.capture.journal import Node
 from pipeline.capture.session import Session, restore
+from pipeline.capture.tree import Tree
 from pipeline.records import Call, PolicyVersion, Trace, VersionSpan
 
 
@@ -27,17 +29,29 @@ def read_session(path: Path) -> Session:
 
 def trace_of(session: Session) -> Trace:
     """A session's calls with their full ids."""
-    calls = tuple(_call(session, node) for node in session.tree.nodes)
+    calls = tuple(_call(node, prompt) for node, prompt in zip(session.tree.nodes, _prompts(session.tree), strict=True))
     transcript = session.transcript.export(session.tree.nodes)
     return Trace(session.id, calls, session.dialect, dict(session.counters), transcript)
 
 
-def _call(session: Session, node: Node) -> Call:
+def _prompts(tree: Tree) -> Iterator[np.ndarray]:
+    """The prompt ids of every call. Each text is read once, not once for every call that builds on it."""
+    sequences: list[np.ndarray] = []
+    for node in tree.nodes:
+        shared = np.zeros(0, np.int32)
+        if node.base is not None:
+            shared = sequences[node.base][: ids.count(tree.sequence(node.base)[: node.keep])]
+        prompt = np.concatenate([shared, ids.array_of(node.suffix)])
+        sequences.append(np.concatenate([prompt, ids.array_of(node.sampled)]))
+        yield prompt
+
+
+def _call(node: Node, prompt: np.ndarray) -> Call:
     spans = (VersionSpan(PolicyVersion.parse(version), start, end) for version, start, end in node.versions)
     return Call(
         call_id=node.call_id,
         parent=node.parent,
-        prompt_ids=ids.array_of(session.tree.prompt(node.call_id)),
+        prompt_ids=prompt,
         sampled_ids=ids.array_of(node.sampled),
         logprobs=np.frombuffer(node.logprobs, np.float32),
         versions=tuple(spans),

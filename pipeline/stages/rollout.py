@@ -18,7 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.capture.rows import rows
-from pipeline.capture.supervisor import CaptureError, ShardSupervisor
+from pipeline.capture.shard_process import CaptureError
+from pipeline.capture.supervisor import ShardSupervisor
 from pipeline.config import HarnessConfig
 from pipeline.engine.server import SERVED_MODEL_NAME
 from pipeline.harness.base import get_harness

@@ -53,10 +53,14 @@ class Running:
         assert reply.status_code == 201, reply.text
         return Harness(reply.json(), self.api)
 
+    def children(self) -> list[int]:
+        """The processes that the proxy started."""
+        pids = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
+        return [int(pid) for pid in pids]
+
     def shard_pid(self, index: int) -> int | None:
         """The process that is a shard now."""
-        children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
-        commands = {int(pid): Path(f"/proc/{pid}/cmdline").read_text() for pid in children}
+        commands = {pid: Path(f"/proc/{pid}/cmdline").read_text() for pid in self.children()}
         return next((pid for pid, command in commands.items() if f"shard-{index}.journal" in command), None)
 
     def end(self, number: int = signal.SIGTERM, timeout: float = 20) -> int:

@@ -12,9 +12,16 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import uvicorn
 from scripted_engine import FakeEngine
 
+from pipeline.capture.app import SessionApp
+from pipeline.capture.journal import Journal, Policy
+from pipeline.capture.listener import Listener
+from pipeline.capture.session import Session
 from pipeline.capture.supervisor import ShardSupervisor
+from pipeline.capture.turn import EngineTurns
+from pipeline.capture.upstream import Engine
 from pipeline.config import SessionPolicy
 
 BASH = {"type": "function", "function": {"name": "bash", "parameters": {"type": "object"}}}
@@ -113,3 +120,23 @@ def deaf_client(port: int, body: dict[str, object], key: str = "k") -> socket.so
     head = f"POST /chat/completions HTTP/1.1\r\nauthorization: Bearer {key}\r\ncontent-length: {len(data)}\r\n\r\n"
     client.sendall(head.encode() + data)
     return client
+
+
+@contextlib.asynccontextmanager
+async def serve_session(
+    journal: Path, outage_s: float = 5.0, read_s: float = 60.0
+) -> AsyncIterator[tuple[FakeEngine, Session, str]]:
+    """One session served in this event loop: engine, session and base URL."""
+    engine = FakeEngine()
+    await engine.start()
+    session = Session("k", Policy(1.0, 100, 10, "policy"))
+    turns = EngineTurns(Engine(engine.url, "policy", outage_s=outage_s), Journal(journal))
+    listener = socket.create_server(("127.0.0.1", 0))
+    url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+    config = uvicorn.Config(lambda: None, lifespan="off", ws="none", log_config=None)
+    server = await Listener.open(listener, SessionApp(session, turns), config, read_s)
+    try:
+        yield engine, session, url
+    finally:
+        server.close()
+        await engine.stop()

@@ -177,8 +177,12 @@ def test_a_restart_with_the_same_directory_takes_the_sessions_up(
         closed.ask()
         closed.close()
         answers = [harness.ask().json()["choices"][0]["message"] for harness in harnesses]
+        assert harnesses[0].table().num_rows == 1
+        children = proxy.children()
+        assert len(children) == 3, "two shards and the exporter"
         proxy.process.kill()
         proxy.process.wait(10)
+        _until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in children))
     with running(engine.url, place) as proxy:
         listed = proxy.api.get("/sessions").json()["sessions"]
         assert sorted(session["state"] for session in listed) == ["closed"] + ["open"] * 4
@@ -276,8 +280,8 @@ def test_a_directory_serves_one_proxy(engine: FakeEngine, proxy: Running, capsys
 def test_no_process_of_the_proxy_imports_what_is_slow(proxy: Running) -> None:
     """Each process maps the libraries that it imported; /proc tells them without asking the process."""
     proxy.create().table()
-    children = Path(f"/proc/{proxy.process.pid}/task/{proxy.process.pid}/children").read_text().split()
-    assert len(children) >= 4, "two shards, the exporter and multiprocessing's tracker"
+    children = proxy.children()
+    assert len(children) == 3, "two shards and the exporter"
     for pid in (proxy.process.pid, *children):
         maps = Path(f"/proc/{pid}/maps").read_text()
         for heavy in ("torch", "vllm", "tokenizers"):

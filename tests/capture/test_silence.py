@@ -3,25 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import socket
-from collections.abc import AsyncIterator
+import time
 from pathlib import Path
 
 import httpx
 import openai
 import pytest
-import uvicorn
-from proxy_helpers import eventually
-from scripted_engine import FakeEngine, Scripted
+from proxy_helpers import eventually, serve_session
+from scripted_engine import Scripted
 
 from pipeline.capture import delivery
-from pipeline.capture.app import SessionApp
-from pipeline.capture.journal import Journal, Policy
-from pipeline.capture.listener import Listener
-from pipeline.capture.session import Session
-from pipeline.capture.turn import EngineTurns
-from pipeline.capture.upstream import Engine
+from pipeline.capture.dialects.chat import Chat
 
 MESSAGES = [{"role": "user", "content": "x"}]
 HEADERS = {"authorization": "Bearer k"}
@@ -33,27 +25,9 @@ def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(delivery, "PING_EVERY_S", 0.1)
 
 
-@contextlib.asynccontextmanager
-async def serve(journal: Path, outage_s: float = 5.0) -> AsyncIterator[tuple[FakeEngine, Session, str]]:
-    """One session served in this event loop: engine, session and base URL."""
-    engine = FakeEngine()
-    await engine.start()
-    session = Session("k", Policy(1.0, 100, 10, "policy"))
-    turns = EngineTurns(Engine(engine.url, "policy", outage_s=outage_s), Journal(journal))
-    listener = socket.create_server(("127.0.0.1", 0))
-    url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-    config = uvicorn.Config(lambda: None, lifespan="off", ws="none", log_config=None)
-    server = await Listener.open(listener, SessionApp(session, turns), config)
-    try:
-        yield engine, session, url
-    finally:
-        server.close()
-        await engine.stop()
-
-
 def test_a_slow_stream_is_kept_alive_and_ends_well(tmp_path: Path) -> None:
     async def run() -> None:
-        async with serve(tmp_path / "j") as (engine, session, url), httpx.AsyncClient() as http:
+        async with serve_session(tmp_path / "j") as (engine, session, url), httpx.AsyncClient() as http:
             engine.script.append(Scripted("at last", delay_s=0.5))
             body = {"messages": MESSAGES, "stream": True}
             reply = await http.post(f"{url}/chat/completions", json=body, headers=HEADERS)
@@ -66,7 +40,7 @@ def test_a_slow_stream_is_kept_alive_and_ends_well(tmp_path: Path) -> None:
 
 def test_a_slow_plain_answer_keeps_its_native_status(tmp_path: Path) -> None:
     async def run() -> None:
-        async with serve(tmp_path / "j", outage_s=0.4) as (engine, _, url), httpx.AsyncClient() as http:
+        async with serve_session(tmp_path / "j", outage_s=0.4) as (engine, _, url), httpx.AsyncClient() as http:
             engine.script += [Scripted(status=503, delay_s=0.2) for _ in range(5)]
             reply = await http.post(f"{url}/chat/completions", json={"messages": MESSAGES}, headers=HEADERS)
             assert reply.status_code == 503
@@ -76,7 +50,7 @@ def test_a_slow_plain_answer_keeps_its_native_status(tmp_path: Path) -> None:
 
 def test_an_error_after_the_headers_is_an_error_for_the_sdk(tmp_path: Path) -> None:
     async def run() -> None:
-        async with serve(tmp_path / "j", outage_s=0.4) as (engine, session, url):
+        async with serve_session(tmp_path / "j", outage_s=0.4) as (engine, session, url):
             engine.script += [Scripted(status=503, delay_s=0.2) for _ in range(5)]
             client = openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="k", max_retries=0)
             stream = await client.chat.completions.create(model="m", messages=MESSAGES, stream=True)  # type: ignore
@@ -90,12 +64,43 @@ def test_an_error_after_the_headers_is_an_error_for_the_sdk(tmp_path: Path) -> N
 
 def test_a_client_that_leaves_a_started_stream_aborts(tmp_path: Path) -> None:
     async def run() -> None:
-        async with serve(tmp_path / "j") as (engine, session, url), httpx.AsyncClient() as http:
+        async with serve_session(tmp_path / "j") as (engine, session, url), httpx.AsyncClient() as http:
             engine.script.append(Scripted("never", delay_s=20))
             body = {"messages": MESSAGES, "stream": True}
             async with http.stream("POST", f"{url}/chat/completions", json=body, headers=HEADERS) as reply:
                 assert reply.status_code == 200
             await eventually(lambda: engine.aborted == 1, "the abort")
             await eventually(lambda: session.counters["aborted"] == 1, "the count")
+
+    asyncio.run(run())
+
+
+def test_a_dialect_without_pings_gets_headers_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Chat, "ping", b"")
+
+    async def run() -> None:
+        async with serve_session(tmp_path / "j") as (engine, _, url), httpx.AsyncClient() as http:
+            engine.script.append(Scripted("at last", delay_s=0.6))
+            body = {"messages": MESSAGES, "stream": True}
+            began = time.monotonic()
+            async with http.stream("POST", f"{url}/chat/completions", json=body, headers=HEADERS) as reply:
+                assert reply.status_code == 200 and time.monotonic() - began < 0.5, "the headers do not wait"
+                text = "".join([part async for part in reply.aiter_text()])
+            assert text.startswith("data: ") and "at last" in text and text.endswith("data: [DONE]\n\n")
+
+    asyncio.run(run())
+
+
+def test_an_answer_at_the_very_moment_of_the_headers_is_whole(tmp_path: Path) -> None:
+    """The answer races with the timer that begins the stream: whoever wins, the reply is one well-formed stream."""
+
+    async def run() -> None:
+        async with serve_session(tmp_path / "j") as (engine, session, url), httpx.AsyncClient() as http:
+            for step in range(8):
+                engine.script.append(Scripted("there", delay_s=0.13 + step * 0.004))
+                body = {"messages": [*MESSAGES, {"role": "user", "content": str(step)}], "stream": True}
+                reply = await http.post(f"{url}/chat/completions", json=body, headers=HEADERS)
+                assert reply.status_code == 200 and reply.text.count("[DONE]") == 1 and "there" in reply.text
+            await eventually(lambda: all(node.delivered for node in session.tree.nodes), "the deliveries")
 
     asyncio.run(run())
