@@ -81,6 +81,8 @@ class CaptureApp(ABC):
         most = session.policy.max_concurrent
         if most and len(session.turns) >= most:
             raise ApiError(Fault.RATE_LIMITED, f"this session may make {most} calls at once", BUSY_RETRY_S)
+        if session.closing:
+            raise ApiError(Fault.UNAVAILABLE, "the session is closing")
         if self._turns.draining:
             raise ApiError(Fault.UNAVAILABLE, "the capture proxy is shutting down", RESTART_RETRY_S)
 

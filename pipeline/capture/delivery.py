@@ -19,6 +19,7 @@ from pipeline.capture.turn import Turns
 
 HEADERS_AFTER_S = 20.0
 PING_EVERY_S = 10.0
+STREAM_HEADERS = ((b"cache-control", b"no-cache"),)
 BUDGET_HEADER = b"x-yoke-budget"
 
 log = logging.getLogger(__name__)
@@ -112,20 +113,19 @@ class Delivery:
         self._pings = asyncio.create_task(self._keep_alive())
 
     async def _keep_alive(self) -> None:
-        await self._start()
+        await self._exchange.start(200, self._kind, *STREAM_HEADERS)
+        self._streaming = True
         while True:
             if self._dialect.ping:
                 await self._exchange.write(self._dialect.ping, more=True)
             await asyncio.sleep(PING_EVERY_S)
 
-    async def _start(self, *headers: Header) -> None:
-        await self._exchange.start(200, self._kind, (b"cache-control", b"no-cache"), *headers)
-        self._streaming = True
-
     async def _send(self, answer: Answer, *headers: Header) -> None:
         if not self._request.stream:
             await self._exchange.reply(200, self._dialect.answer(self._request, answer), *headers)
             return
-        if not self._streaming:
-            await self._start(*headers)
-        await self._exchange.write(self._dialect.events(self._request, answer))
+        data = self._dialect.events(self._request, answer)
+        if self._streaming:
+            await self._exchange.write(data)
+        else:
+            await self._exchange.whole(200, self._kind, data, *STREAM_HEADERS, *headers)

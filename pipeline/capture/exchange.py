@@ -9,6 +9,7 @@ from typing import Any
 
 import msgspec
 import zstandard
+from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
 from pipeline.capture.dialects.base import ApiError, Dialect, Fault, require
 from pipeline.capture.listener import Connection
@@ -36,6 +37,7 @@ class Exchange:
         self.query: str = scope["query_string"].decode("latin-1")
         self.headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
         self.connection: Connection = scope["state"]["connection"]
+        self._cycle: RequestResponseCycle = getattr(receive, "__self__")  # noqa: B009 (the protocol's own object)
         self._receive, self._send = receive, send
 
     @property
@@ -73,11 +75,16 @@ class Exchange:
         """Send a piece of the body."""
         await self._send({"type": "http.response.body", "body": data, "more_body": more})
 
+    async def whole(self, status: int, kind: bytes, data: bytes, *headers: Header) -> None:
+        """Send a whole reply in one write."""
+        with self.connection.corked(self._cycle):
+            await self.start(status, kind, *headers)
+            await self.write(data)
+
     async def reply(self, status: int, payload: Any, *headers: Header) -> None:
         """Send a whole JSON reply."""
         data = msgspec.json.encode(payload)
-        await self.start(status, JSON, (b"content-length", b"%d" % len(data)), *headers)
-        await self.write(data)
+        await self.whole(status, JSON, data, (b"content-length", b"%d" % len(data)), *headers)
 
     async def fail(self, dialect: Dialect, error: ApiError) -> None:
         """Send an error in the dialect."""

@@ -5,19 +5,46 @@ from __future__ import annotations
 import asyncio
 import socket
 from asyncio.events import TimerHandle
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, cast
 
 import uvicorn
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 from uvicorn.server import ServerState
 
 BACKLOG = 4096  # connections that wait while a shard is replaced; the kernel may allow fewer
 KEEP_ALIVE_S = 3600  # harnesses idle as long as their tools run
 READ_S = 60.0  # a request must have arrived so long after its first byte, unless the listener says otherwise
-DRAIN_S = 30.0  # a client that does not read an answer for so long did not get it
-DRAIN_POLL_S = 0.02
+DRAIN_S = 30.0  # a client that does not take what was written for so long is dropped
 TOO_SLOW = b"HTTP/1.1 408 Request Timeout\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
+
+
+class Cork:
+    """Stands in for a transport and keeps what is written to it."""
+
+    def __init__(self, transport: asyncio.Transport) -> None:
+        self._transport = transport
+        self._pieces: list[bytes] = []
+        self._closing = False
+
+    def write(self, data: bytes) -> None:
+        """Keep a piece."""
+        self._pieces.append(data)
+
+    def close(self) -> None:
+        """Close the transport behind what was kept."""
+        self._closing = True
+
+    def is_closing(self) -> bool:
+        """Whether the transport is, or soon will be."""
+        return self._closing or self._transport.is_closing()
+
+    def release(self) -> None:
+        """Let everything go."""
+        self._transport.writelines(self._pieces)
+        if self._closing:
+            self._transport.close()
 
 
 class Connection(HttpToolsProtocol):
@@ -32,10 +59,19 @@ class Connection(HttpToolsProtocol):
     on_lost: Callable[[], object] | None = None
     _in_headers = False
     _deadline: TimerHandle | None = None
+    _deaf: TimerHandle | None = None
+    _unsent = False  # something written is not with the kernel yet
+    _sent: asyncio.Future[bool] | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        transport.set_write_buffer_limits(high=0)  # tell of every byte that waits
+        super().connection_made(transport)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.lost = True
         self._arrived()
+        self._hears()
+        self._tell(False)
         if self.on_lost is not None:
             self.on_lost()
         super().connection_lost(exc)
@@ -68,14 +104,48 @@ class Connection(HttpToolsProtocol):
             self.transport.write(TOO_SLOW)
         self.transport.close()
 
+    @contextmanager
+    def corked(self, cycle: RequestResponseCycle) -> Iterator[None]:
+        """What a reply writes inside goes out in one system call."""
+        cork = Cork(self.transport)
+        cycle.transport = cast(asyncio.Transport, cork)
+        try:
+            yield
+        finally:
+            cycle.transport = self.transport
+            cork.release()
+
     async def drained(self) -> bool:
         """Whether everything written went to a live connection."""
         await asyncio.sleep(0)  # a leave that the kernel already knows of is seen first
-        for _ in range(int(DRAIN_S / DRAIN_POLL_S)):
-            if self.lost or self.transport.get_write_buffer_size() == 0:
-                break
-            await asyncio.sleep(DRAIN_POLL_S)
-        return not self.lost and self.transport.get_write_buffer_size() == 0
+        if self.lost or not self._unsent:
+            return not self.lost
+        self._sent = self.loop.create_future()
+        try:
+            return await self._sent
+        finally:
+            self._sent = None
+
+    def pause_writing(self) -> None:
+        self._unsent = True
+        self._deaf = self.loop.call_later(DRAIN_S, self.transport.abort)
+        super().pause_writing()
+
+    def resume_writing(self) -> None:
+        self._unsent = False
+        self._hears()
+        self._tell(True)
+        super().resume_writing()
+
+    def _hears(self) -> None:
+        if self._deaf is not None:
+            self._deaf.cancel()
+            self._deaf = None
+
+    def _tell(self, sent: bool) -> None:
+        """The bytes that a ``drained`` waits for have gone, or never will."""
+        if self._sent is not None and not self._sent.done():
+            self._sent.set_result(sent)
 
 
 class Listener:
@@ -98,6 +168,10 @@ class Listener:
 
         listener.setblocking(False)
         return cls(await loop.create_server(connect, sock=listener, backlog=BACKLOG), state)
+
+    def shut(self) -> None:
+        """Take no new connections."""
+        self._server.close()
 
     def close(self) -> None:
         """Stop listening and drop every connection."""

@@ -36,6 +36,7 @@ class Session:
         self.started = 0  # calls that the engine began, the aborted ones included
         self.tokens = 0  # of all prompts and samples
         self.tool_ids = 0
+        self.closing = False  # no new turn is taken
         self.turns: set[asyncio.Task[object]] = set()  # until the answer is delivered
         self.answering: set[asyncio.Task[object]] = set()  # those of them that a cancellation aborts
 

@@ -27,6 +27,7 @@ import uvloop
 from pipeline.capture import journal as records
 from pipeline.capture.app import SessionApp, SharedApp
 from pipeline.capture.control import UPSTREAM_KEY, UPSTREAMS, Channel
+from pipeline.capture.heap import Heap
 from pipeline.capture.journal import Closed, Journal, Opened, Policy
 from pipeline.capture.listener import KEEP_ALIVE_S, READ_S, Listener
 from pipeline.capture.memory import Trimmer
@@ -38,8 +39,9 @@ REWRITE_BYTES = 256 * 2**20  # the journal drops closed sessions when it has gro
 GC_THRESHOLDS = (50_000, 50, 100)  # requests make many objects and hardly a cycle
 TICK_S = 0.05
 LAG_MS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000)  # bounds of the histogram of the loop's delays
+AT_LEISURE = 4  # calls in flight of a shard that has time for housekeeping
 EXPIRED = 100  # sessions in one heartbeat
-CLOSE_S = 5.0  # aborted turns of a closing session get so long to end
+CLOSE_S = 5.0  # turns of a closing session get so long to end
 IGNORED_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 
 log = logging.getLogger(__name__)
@@ -79,6 +81,7 @@ class Shard:
             "ping": self._ping,
         }
         self._lag = Lag()
+        self._heap = Heap()
         self.ended = asyncio.Event()
         self._channel = Channel(control, self._order, self.ended.set)
         self._channel.send({"ready": True, "sessions": len(self._sessions)})
@@ -132,17 +135,25 @@ class Shard:
             if not path.exists():
                 raise KeyError("no such session")
             return {"trace": str(path)}
-        if listener := self._listeners.pop(session_id, None):
-            listener.close()
+        await self._end_turns(session)
+        records.write(path, session.records())
+        self._journal.append(Closed(session_id))
+        self._sessions.pop(session_id, None)
+        self._shrink()
+        return {"trace": str(path)}
+
+    async def _end_turns(self, session: Session) -> None:
+        """Abort the calls in flight; answers that are on their way get some time to be delivered."""
+        session.closing = True
+        listener = self._listeners.pop(session.id, None)
+        if listener is not None:
+            listener.shut()
         for turn in session.answering:
             turn.cancel()
         if session.turns:
             await asyncio.wait(session.turns, timeout=CLOSE_S)
-        records.write(path, session.records())
-        self._journal.append(Closed(session_id))
-        del self._sessions[session_id]
-        self._shrink()
-        return {"trace": str(path)}
+        if listener is not None:
+            listener.close()
 
     async def _describe(self, message: dict[str, Any], fds: list[int]) -> dict[str, Any]:
         """What the named sessions have done so far; sessions that are not here are left out."""
@@ -180,6 +191,7 @@ class Shard:
             "upstream": sum(len(session.answering) for session in sessions),
             "journal_bytes": self._journal.size,
         }
+        self._heap.relieve(busy=gauges["in_flight"] > AT_LEISURE)
         totals = self._turns.totals | self._lag.counts
         expired = [session.id for session in sessions if is_idle(session)][:EXPIRED]
         self._trimmer.run()

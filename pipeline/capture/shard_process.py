@@ -114,7 +114,7 @@ class ShardProcess:
                 pass_fds=(theirs.fileno(),), stdin=subprocess.DEVNULL, stdout=out, stderr=out,
                 start_new_session=True, env=self._environment,
             )  # fmt: skip
-        self._channel = control.Channel(ours, self._hear, self.gone.set)
+        self._channel = control.Channel(ours, self._hear, self._lost)
         self._heard = time.monotonic()
         if not await first(said_ready, self.gone, timeout_s=START_S):
             await self.kill()
@@ -140,12 +140,16 @@ class ShardProcess:
         self.ready.clear()
         if self._channel is not None:
             self._channel.close()
+        self._lost()
+        if self._process is not None:
+            await asyncio.to_thread(_reap, self._process, patience_s)
+
+    def _lost(self) -> None:
+        """The process is gone, and with it what it was asked for."""
         self.gone.set()
         for answer in self._waiting.values():
             if not answer.done():
                 answer.set_exception(ShardGone())
-        if self._process is not None:
-            await asyncio.to_thread(_reap, self._process, patience_s)
 
     def _hear(self, message: dict[str, Any], fds: list[int]) -> None:
         self._heard = time.monotonic()

@@ -33,6 +33,7 @@ HEARTBEAT_S = 2.0
 SILENT_S = 10.0  # a shard that says nothing for so long is killed
 MOST_BACKOFF_S = 5.0
 DESCRIBED = 100  # sessions in one message to a shard
+HANDED_OVER = 64  # sessions that a fresh process opens at once
 
 log = logging.getLogger(__name__)
 
@@ -82,6 +83,7 @@ class ShardSupervisor:
         # Told the sessions that were idle for longer than their time to live, at every heartbeat until they are closed.
         self.on_expired: Callable[[list[str]], None] | None = None
         self._keepers: list[asyncio.Task[None]] = []
+        self._abandoned: set[asyncio.Task[None]] = set()
 
     async def start(self, deadline_s: float = START_S) -> None:
         """Start the shards. Raises CaptureError when they are not ready in time."""
@@ -92,9 +94,10 @@ class ShardSupervisor:
 
     async def stop(self) -> None:
         """End the shards; sessions still open are lost."""
-        for keeper in self._keepers:
-            keeper.cancel()
-        await asyncio.gather(*self._keepers, return_exceptions=True)
+        tasks = [*self._keepers, *self._abandoned]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
         await asyncio.gather(*(shard.kill(STOP_S) for shard in self._shards))
         for shard in self._shards:
             for session in shard.sessions.values():
@@ -129,8 +132,9 @@ class ShardSupervisor:
         home.sessions[session_id] = OpenSession(terms, listener.dup() if listener else None)
         try:
             await self._in_time(self._ask(home, session_id), deadline_s, "a shard to open a session")
-        except (CaptureError, asyncio.CancelledError):
+        except BaseException:
             self._forget(session_id)
+            self._abandon(session_id, home.index)
             raise
 
     async def close_session(self, session_id: str, deadline_s: float = 30.0) -> Trace:
@@ -144,10 +148,24 @@ class ShardSupervisor:
         self._forget(session_id)
         return Path(reply["trace"])
 
-    async def finish_session(self, session_id: str, shard: int, deadline_s: float = 30.0) -> None:
-        """End a session that a shard may still have from before, and nobody takes up again. Raises CaptureError."""
+    async def finish_session(self, session_id: str, shard: int, deadline_s: float = 30.0) -> Path:
+        """End a session that a shard may still have and nobody takes up again; its trace. Raises CaptureError."""
         order = {"op": "close", "session": session_id}
-        await self._order(self._shards[shard], order, deadline_s, "to close a session")
+        reply = await self._order(self._shards[shard], order, deadline_s, "to close a session")
+        return Path(reply["trace"])
+
+    def _abandon(self, session_id: str, shard: int) -> None:
+        """A shard may have opened a session too late: end it there, however long that takes."""
+        task = asyncio.create_task(self._end_late(session_id, shard))
+        self._abandoned.add(task)
+        task.add_done_callback(self._abandoned.discard)
+
+    async def _end_late(self, session_id: str, shard: int) -> None:
+        try:
+            if session_id not in self._homes:
+                (await self.finish_session(session_id, shard)).unlink()
+        except (CaptureError, OSError) as error:
+            log.info("a session that was not opened in time: %s", error)
 
     async def in_flight(self) -> int:
         """Calls that are being answered right now. Raises CaptureError."""
@@ -212,9 +230,9 @@ class ShardSupervisor:
                 await self._hand_over(shard)
                 failures = 0
                 await self._watch(shard)
-            except (CaptureError, ShardGone, OSError) as error:
+            except Exception as error:  # whatever it is, without its keeper the shard would stay dead
                 failures += 1
-                log.warning("shard %d could not start: %r", shard.index, error)
+                log.warning("shard %d could not start: %r", shard.index, error, exc_info=not is_known(error))
             await shard.kill()
             shard.figures.died()
             await asyncio.sleep(min(0.1 * 2**failures, MOST_BACKOFF_S) if failures else 0)
@@ -224,11 +242,11 @@ class ShardSupervisor:
         await asyncio.wait_for(shard.request(self._version_order()), START_S)
         if self._draining:
             await asyncio.wait_for(shard.request({"op": "drain"}), START_S)
+        for part in batched(list(shard.sessions), HANDED_OVER):
+            await asyncio.wait_for(asyncio.gather(*(self._open(shard, session) for session in part)), START_S)
         if shard.listener is not None:
             order = {"op": "listen", "index": shard.index, "ports": self._ports}
             await asyncio.wait_for(shard.request(order, [shard.listener.fileno()]), START_S)
-        for session_id in list(shard.sessions):
-            await asyncio.wait_for(self._open(shard, session_id), START_S)
         shard.ready.set()
 
     async def _watch(self, shard: ShardProcess) -> None:
@@ -261,7 +279,10 @@ class ShardSupervisor:
                 await asyncio.sleep(0)
 
     async def _open(self, shard: ShardProcess, session_id: str) -> None:
-        session = shard.sessions[session_id]
+        """Have the present process open a session, unless it was forgotten meanwhile."""
+        session = shard.sessions.get(session_id)
+        if session is None:
+            return
         order = {"op": "open", "session": session_id, "policy": session.policy}
         await shard.request(order, [session.listener.fileno()] if session.listener else [])
 
@@ -300,6 +321,11 @@ class ShardSupervisor:
         session = self._homes.pop(session_id).sessions.pop(session_id)
         if session.listener is not None:
             session.listener.close()
+
+
+def is_known(error: Exception) -> bool:
+    """Whether an error is one that a dying shard causes."""
+    return isinstance(error, (CaptureError, ShardGone, OSError))
 
 
 def batched(items: Sequence[str], size: int) -> list[Sequence[str]]:

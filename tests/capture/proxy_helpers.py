@@ -124,14 +124,16 @@ def deaf_client(port: int, body: dict[str, object], key: str = "k") -> socket.so
 
 @contextlib.asynccontextmanager
 async def serve_session(
-    journal: Path, outage_s: float = 5.0, read_s: float = 60.0
+    journal: Path, outage_s: float = 5.0, read_s: float = 60.0, max_tokens: int = 100, send_buffer: int | None = None
 ) -> AsyncIterator[tuple[FakeEngine, Session, str]]:
     """One session served in this event loop: engine, session and base URL."""
     engine = FakeEngine()
     await engine.start()
-    session = Session("k", Policy(1.0, 100, 10, "policy"))
+    session = Session("k", Policy(1.0, max_tokens, 10, "policy"))
     turns = EngineTurns(Engine(engine.url, "policy", outage_s=outage_s), Journal(journal))
     listener = socket.create_server(("127.0.0.1", 0))
+    if send_buffer:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer)
     url = f"http://127.0.0.1:{listener.getsockname()[1]}"
     config = uvicorn.Config(lambda: None, lifespan="off", ws="none", log_config=None)
     server = await Listener.open(listener, SessionApp(session, turns), config, read_s)

@@ -12,9 +12,10 @@ from urllib.parse import urlsplit
 
 import httpx
 import pytest
-from proxy_helpers import eventually, serve_session
+from proxy_helpers import deaf_client, eventually, serve_session
 from scripted_engine import Scripted
 
+from pipeline.capture import delivery, listener
 from pipeline.capture import journal as journal_module
 
 BODY = json.dumps({"messages": [{"role": "user", "content": "x"}]}).encode()
@@ -90,5 +91,26 @@ def test_a_full_disk_costs_the_answers_and_nothing_else(tmp_path: Path, monkeypa
             await eventually(lambda: all(node.delivered for node in session.tree.nodes), "the deliveries")
             kept = [type(record).__name__ for record in journal_module.read(tmp_path / "j")]
             assert kept.count("Answered") == kept.count("Delivered") == 2 == len(session.tree.nodes)
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("delay_s", [0.0, 0.5])
+def test_a_client_that_does_not_read_is_dropped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, delay_s: float
+) -> None:
+    """Whether its stream has begun or not; what it was sent is not delivered."""
+    monkeypatch.setattr(listener, "DRAIN_S", 0.5)
+    monkeypatch.setattr(delivery, "HEADERS_AFTER_S", 0.1)
+    monkeypatch.setattr(delivery, "PING_EVERY_S", 0.1)
+
+    async def run() -> None:
+        async with serve_session(tmp_path / "j", max_tokens=10**7, send_buffer=4096) as (engine, session, url):
+            engine.script.append(Scripted("a" * 190_000, delay_s=delay_s))
+            body = {"messages": [{"role": "user", "content": "x"}], "stream": True}
+            client = await asyncio.to_thread(deaf_client, urlsplit(url).port or 0, body)
+            await eventually(lambda: session.tree.nodes and not session.turns, "the end of the turn")
+            assert not session.tree.nodes[0].delivered
+            client.close()
 
     asyncio.run(run())
