@@ -9,7 +9,6 @@ from array import array
 from collections.abc import Iterable, Sequence
 
 import msgspec
-import numpy as np
 
 WIDTH = 4  # bytes of one float32 logprob
 
@@ -29,11 +28,6 @@ def numbers(text: bytes) -> list[int]:
     """The ids of a text."""
     ids: list[int] = msgspec.json.decode(b"[%b]" % text, type=list[int])
     return ids
-
-
-def array_of(text: bytes) -> np.ndarray:
-    """The ids of a text as an int32 array."""
-    return np.array(numbers(text), np.int32)
 
 
 def count(text: bytes) -> int:

@@ -27,6 +27,11 @@ def read_session(path: Path) -> Session:
     return sessions[0]
 
 
+def array_of(text: bytes) -> np.ndarray:
+    """The ids of a text as an int32 array."""
+    return np.array(ids.numbers(text), np.int32)
+
+
 def trace_of(session: Session) -> Trace:
     """A session's calls with their full ids."""
     calls = tuple(_call(node, prompt) for node, prompt in zip(session.tree.nodes, _prompts(session.tree), strict=True))
@@ -41,8 +46,8 @@ def _prompts(tree: Tree) -> Iterator[np.ndarray]:
         shared = np.zeros(0, np.int32)
         if node.base is not None:
             shared = sequences[node.base][: ids.count(tree.sequence(node.base)[: node.keep])]
-        prompt = np.concatenate([shared, ids.array_of(node.suffix)])
-        sequences.append(np.concatenate([prompt, ids.array_of(node.sampled)]))
+        prompt = np.concatenate([shared, array_of(node.suffix)])
+        sequences.append(np.concatenate([prompt, array_of(node.sampled)]))
         yield prompt
 
 
@@ -52,7 +57,7 @@ def _call(node: Node, prompt: np.ndarray) -> Call:
         call_id=node.call_id,
         parent=node.parent,
         prompt_ids=prompt,
-        sampled_ids=ids.array_of(node.sampled),
+        sampled_ids=array_of(node.sampled),
         logprobs=np.frombuffer(node.logprobs, np.float32),
         versions=tuple(spans),
         finish_reason=node.answer.finish_reason,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import socket
@@ -13,9 +14,10 @@ from pathlib import Path
 
 import httpx
 import pytest
-from front_helpers import Running, engine_thread, running
+from front_helpers import ROOT, Running, engine_thread, running
 from scripted_engine import FakeEngine, Scripted, render
 
+from pipeline.capture import control
 from pipeline.cli import main
 
 USER = [{"role": "user", "content": "hello"}]
@@ -282,10 +284,26 @@ def test_no_process_of_the_proxy_imports_what_is_slow(proxy: Running) -> None:
     proxy.create().table()
     children = proxy.children()
     assert len(children) == 3, "two shards and the exporter"
+    shards = {proxy.shard_pid(0), proxy.shard_pid(1)}
     for pid in (proxy.process.pid, *children):
         maps = Path(f"/proc/{pid}/maps").read_text()
-        for heavy in ("torch", "vllm", "tokenizers"):
+        for heavy in ("torch", "vllm", "tokenizers", *(["numpy", "pyarrow"] if pid in shards else [])):
             assert f"site-packages/{heavy}" not in maps, f"{Path(f'/proc/{pid}/cmdline').read_text()} has {heavy}"
+
+
+def test_a_shard_is_ready_soon(tmp_path: Path) -> None:
+    """By its own processor time, which other programs do not lengthen."""
+    with contextlib.ExitStack() as stack:
+        ours, theirs = map(stack.enter_context, control.pair())
+        command = [sys.executable, "-m", "pipeline.capture.shard", "--engine", "http://127.0.0.1:9", "--model", "m"]
+        command += ["--journal", str(tmp_path / "journal"), "--control", str(theirs.fileno())]
+        process = subprocess.Popen(command, pass_fds=(theirs.fileno(),), stderr=subprocess.DEVNULL, cwd=ROOT)
+        stack.callback(process.wait, 10)
+        stack.callback(process.kill)
+        ours.settimeout(30)
+        assert b'"ready": true' in ours.recv(1000)
+        ticks = Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[11:13]
+        assert sum(map(int, ticks)) / os.sysconf("SC_CLK_TCK") < 1.0
 
 
 def _until(condition: object, seconds: float = 10) -> None:
