@@ -6,6 +6,7 @@ A request is sent again by itself only when a reused connection closed before th
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import cast
 
@@ -48,14 +49,14 @@ class _Connection(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport = cast(asyncio.Transport, transport)
 
-    def send(self, head: bytes, body: bytes) -> asyncio.Future[Reply]:
-        """Write one request; the future is its reply. The parts are not joined: a body may be large."""
+    def send(self, parts: Sequence[bytes]) -> asyncio.Future[Reply]:
+        """Write one request; the future is its reply. The parts are not joined: they may be large."""
         assert self.transport is not None
         self.reply = asyncio.get_running_loop().create_future()
         self.started = self.reusable = False
         self._body, self._retry_after = [], None
         self._parser = httptools.HttpResponseParser(self)
-        self.transport.writelines((head, body))
+        self.transport.writelines(parts)
         return self.reply
 
     def data_received(self, data: bytes) -> None:
@@ -95,17 +96,17 @@ class HttpClient:
         self._host, self._port, self._connect_timeout_s = host, port, connect_timeout_s
         self._idle: list[_Connection] = []
 
-    async def request(self, method: str, path: str, body: bytes, timeout_s: float) -> Reply:
-        """The reply. Raises ConnectionFailed, or ReplyTimeout after ``timeout_s``."""
+    async def request(self, method: str, path: str, body: Sequence[bytes], timeout_s: float) -> Reply:
+        """The reply to a body in parts. Raises ConnectionFailed, or ReplyTimeout after ``timeout_s``."""
         head = (
             f"{method} {path} HTTP/1.1\r\nhost: {self._host}:{self._port}\r\n"
-            f"content-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
+            f"content-type: application/json\r\ncontent-length: {sum(map(len, body))}\r\n\r\n"
         ).encode()
         while True:
             connection, reused = await self._connect()
             try:
                 async with asyncio.timeout(timeout_s):
-                    reply = await connection.send(head, body)
+                    reply = await connection.send((head, *body))
             except ConnectionFailed:
                 if reused and not connection.started:
                     continue

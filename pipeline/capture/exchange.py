@@ -51,19 +51,20 @@ class Exchange:
         length = self.headers.get("content-length", "0")
         if length.isdigit() and int(length) > BODY_CAP:
             raise _too_large()
-        data = bytearray()
+        parts, size = [], 0
         more = True
         while more:
             message = await self._receive()
             if message["type"] == "http.disconnect":
                 raise ClientLeft
-            data += message["body"]
+            parts.append(message["body"])
+            size += len(parts[-1])
             more = message["more_body"]
-            if len(data) > BODY_CAP:
+            if size > BODY_CAP:
                 raise _too_large()
             if more and self.connection.slow:
                 raise ApiError(Fault.SLOW_REQUEST, f"the request did not arrive within {self.connection.read_s:g} s")
-        return decompress(bytes(data), self.headers.get("content-encoding", ""))
+        return decompress(parts[0] if len(parts) == 1 else b"".join(parts), self.headers.get("content-encoding", ""))
 
     async def start(self, status: int, kind: bytes, *headers: Header) -> None:
         """Send status line and headers."""

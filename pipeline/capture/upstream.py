@@ -228,7 +228,7 @@ class Engine:
     async def context_length(self) -> int:
         """The window in tokens (asked once)."""
         if self._context is None:
-            models = await self._call("GET", "/v1/models", b"", _MODELS)
+            models = await self._call("GET", "/v1/models", (), _MODELS)
             lengths = [model.max_model_len for model in models.data if model.id == self.model and model.max_model_len]
             if not lengths:
                 raise EngineError(Fault.INTERNAL, f"the engine does not serve a model named {self.model!r}")
@@ -238,7 +238,7 @@ class Engine:
     async def render(self, messages: Sequence[ChatMessage], fields: bytes = b"") -> Rendered:
         """A conversation as ids. ``fields``: what ``fields`` makes. Raises ApiError(INVALID) if refused."""
         body = b'{"model":%b,"messages":%b%b%b}' % (self._name, _encode(messages), fields, self._extra)
-        reply = await self._call("POST", "/v1/chat/completions/render", body, _RENDER)
+        reply = await self._call("POST", "/v1/chat/completions/render", (body,), _RENDER)
         frame = Frame(reply.sampling_params, reply.reasoning_ended, reply.reasoning_parser_kwargs)
         return Rendered(ids.inner(reply.token_ids), frame)
 
@@ -251,7 +251,7 @@ class Engine:
             "reasoning_ended": frame.reasoning_ended,
             "reasoning_parser_kwargs": frame.reasoning_parser_kwargs,
         }
-        body = b'{"model":%b,"token_ids":[%b],%b' % (self._name, prompt, _encode(rest)[1:])
+        body = (b'{"model":%b,"token_ids":[' % self._name, prompt, b"]," + _encode(rest)[1:])
         return _sampled(await self._call("POST", "/inference/v1/generate", body, _GENERATE))
 
     async def derender(
@@ -272,10 +272,10 @@ class Engine:
             self._name, sampled.finish_reason.encode(), sampled.said, end, end, prompt_tokens, self._name, fields,
             self._extra,
         )  # fmt: skip
-        reply = await self._call("POST", "/v1/chat/completions/derender", body, _DERENDER)
+        reply = await self._call("POST", "/v1/chat/completions/derender", (body,), _DERENDER)
         return reply.choices[0].message
 
-    async def _call(self, method: str, path: str, body: bytes, decoder: msgspec.json.Decoder[T]) -> T:
+    async def _call(self, method: str, path: str, body: Sequence[bytes], decoder: msgspec.json.Decoder[T]) -> T:
         timeout_s = self._request_timeout_s
         reply = await patiently(lambda: self._client.request(method, path, body, timeout_s), path, self.outage_s)
         return decoded(path, reply, decoder)

@@ -37,7 +37,7 @@ def test_connections_are_reused_and_chunks_joined() -> None:
     async def run() -> None:
         client, connections, server = await serve([WHOLE, CHUNKED, WHOLE])
         async with server:
-            bodies = [(await client.request("GET", "/", b"", 5)).body for _ in range(3)]
+            bodies = [(await client.request("GET", "/", (), 5)).body for _ in range(3)]
             assert bodies == [b"ok"] * 3 and connections() == 1
             client.close()
 
@@ -46,14 +46,14 @@ def test_connections_are_reused_and_chunks_joined() -> None:
 
 def test_only_an_idle_death_is_retried() -> None:
     async def run() -> None:
-        client, connections, server = await serve([WHOLE, b"", WHOLE, WHOLE[:-1], b""])
+        client, connections, server = await serve([WHOLE, (), WHOLE, WHOLE[:-1], b""])
         async with server:
             for _ in range(2):  # the second finds its connection closed before any reply byte
-                assert (await client.request("GET", "/", b"", 5)).body == b"ok"
+                assert (await client.request("GET", "/", (), 5)).body == b"ok"
             assert connections() == 2
             for _ in range(2):  # a reply cut short; a fresh connection that closes
                 with pytest.raises(ConnectionFailed):
-                    await client.request("GET", "/", b"", 5)
+                    await client.request("GET", "/", (), 5)
             assert connections() == 3
 
     asyncio.run(run())
@@ -62,11 +62,11 @@ def test_only_an_idle_death_is_retried() -> None:
 def test_no_server_and_a_silent_server() -> None:
     async def run() -> None:
         with pytest.raises(ConnectionFailed, match="cannot connect"):
-            await HttpClient("127.0.0.1", 9).request("GET", "/", b"", 5)
+            await HttpClient("127.0.0.1", 9).request("GET", "/", (), 5)
         server = await asyncio.start_server(lambda reader, writer: asyncio.sleep(5), "127.0.0.1", 0)
         client = HttpClient("127.0.0.1", server.sockets[0].getsockname()[1])
         with pytest.raises(ReplyTimeout, match="GET /slow within 0 s"):
-            await client.request("GET", "/slow", b"", 0.1)
+            await client.request("GET", "/slow", (), 0.1)
         server.close()
 
     asyncio.run(run())
