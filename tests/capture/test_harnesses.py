@@ -28,7 +28,7 @@ from harness_clients import (
 )
 from harness_wire import Late, Results, Said, user
 from proxy_helpers import Proxies, Proxy
-from scripted_engine import FakeEngine, Scripted, Template, decoded
+from scripted_engine import FakeEngine, Scripted, Template, decoded, parsed
 
 from pipeline.capture.rows import rows
 from pipeline.records import Trace
@@ -81,6 +81,8 @@ async def show(proxy: Proxy, name: str, play: str, scene: Scene) -> Shown:
         await scene(agent)
         trace = await proxy.supervisor.close_session(key)
     check_samples(trace, proxy.engine.samples)
+    for call in trace.calls:
+        parsed(call.prompt_ids.tolist(), proxy.engine.template)
     check_texts(trace, agent.asked)
     assert "audit_failed" not in trace.counters
     trace.counters.pop("audited", None)  # one in a hundred

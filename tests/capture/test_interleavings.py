@@ -17,7 +17,7 @@ from harness_clients import check_samples, odd_call, raw_call, trained_numbers
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from proxy_helpers import BASH
-from scripted_engine import END_OF_TEXT, FakeEngine, Scripted, Template
+from scripted_engine import END_OF_TEXT, FakeEngine, Scripted, Template, parsed
 
 from pipeline.capture import journal as journals
 from pipeline.capture import turn
@@ -79,6 +79,7 @@ class Play:
     policy: Policy
     histories: list[list[dict[str, Any]]] = field(default_factory=lambda: [[]])
     delivered: set[int] = field(default_factory=set)
+    asked: dict[int, list[dict[str, Any]]] = field(default_factory=dict)
     numbers: int = 0
 
     def __post_init__(self) -> None:
@@ -102,6 +103,7 @@ class Play:
         self.engine.script.append(Scripted(text, scripted.finish, end=scripted.end, seed=self.numbers))
         body = {"messages": history, "tools": [BASH], **({"tool_choice": "required"} if step["forced"] else {})}
         node = await self.turns.answer(self.session, CHAT.parse(json.dumps(body).encode(), self.session.memo))
+        self.asked[node.call_id] = history
         if step["delivered"]:
             self.turns.delivered(self.session, node)
             self.delivered.add(node.call_id)
@@ -213,6 +215,18 @@ def check(scene: Play) -> None:
     trained = Counter(trained_numbers(trace))
     assert max(trained.values(), default=1) == 1
     assert_parents(trace)
+    late = "system" if scene.engine.template.late_system == "keeps" else "user"
+    for call in trace.calls:
+        assert_said(parsed(call.prompt_ids.tolist(), scene.engine.template), scene.asked[call.call_id], late)
+
+
+def assert_said(messages: list[tuple[str, str]], asked: list[dict[str, Any]], late: str) -> None:
+    """A prompt holds what was asked, message by message; of the model's own turns it holds as many."""
+    roles = {"system": late}
+    wanted = [(roles.get(message["role"], message["role"]), message["content"]) for message in asked]
+    assert [role for role, _ in messages] == [role for role, _ in wanted]
+    for (role, text), (_, content) in zip(messages, wanted, strict=True):
+        assert role == "assistant" or text == content
 
 
 def assert_parents(trace: Trace) -> None:

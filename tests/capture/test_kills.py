@@ -76,6 +76,8 @@ def check(trace: Trace, agent: Agent, samples: list[Any]) -> None:
     """Nothing made up, nothing lost, nothing twice, and nothing trained that the harness never got."""
     check_samples(trace, samples)
     check_texts(trace, agent.asked)
+    ids = [call.id for asked in agent.asked for call in asked.said.calls]
+    assert len(ids) == len(set(ids)), "a call's id was given twice"
     in_tree = [number for call in trace.calls for number in numbers_in(call.sampled_ids)]
     assert len(in_tree) == len(set(in_tree)), "a sample stands twice in the tree"
     trained = trained_numbers(trace)
@@ -122,12 +124,12 @@ async def under_fire(proxies: Proxies, kills: int, every_s: float, seed: int) ->
         load = Load(proxy, plays, pace=0.3)
         clients = [asyncio.create_task(load.rollouts(name)) for name in [*RECIPES] * 2]
         killer = asyncio.create_task(Killer(proxy, dice).run(kills, every_s))
-        await asyncio.wait([killer, *clients], return_when=asyncio.FIRST_COMPLETED)
-        load.over = True
-        if not killer.done():  # a client failed
-            killer.cancel()
-        for task in (*clients, killer):
-            await task
+        async with asyncio.timeout(20 + 3 * kills):
+            await asyncio.wait([killer, *clients], return_when=asyncio.FIRST_COMPLETED)
+            load.over = True
+            if not killer.done():  # a client failed
+                killer.cancel()
+            await asyncio.gather(*clients, killer)
         return load, proxy.supervisor.stats()
 
 
