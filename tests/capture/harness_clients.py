@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import httpx
+import numpy as np
 from harness_wire import (
     AnthropicWire,
     Call,
@@ -37,6 +38,7 @@ from harness_wire import (
 )
 from scripted_engine import ASSISTANT, Scripted, decoded
 
+from pipeline.capture.rows import rows
 from pipeline.records import Trace
 
 MODEL = "maker/model-1"
@@ -416,19 +418,24 @@ def numbers_in(ids: Sequence[int]) -> set[int]:
     return {int(number) for number in NONCE.findall(decoded(ids))}
 
 
-def check_samples(trace: Trace, samples: dict[bytes, Any]) -> None:
-    """Every call of the trace is one that the engine answered, id for id and logprob for logprob."""
+def check_samples(trace: Trace, samples: Sequence[Any]) -> None:
+    """Every call of the trace is an answer of the engine, id for id and logprob for logprob; no two are the same."""
+    left = by_key(samples)
     for call in trace.calls:
-        sample = samples[sample_key(call.prompt_ids.tolist(), call.sampled_ids.tolist())]
-        assert call.logprobs.tolist() == sample.logprobs, call.call_id
+        same = left[sample_key(call.prompt_ids.tolist(), call.sampled_ids.tolist())]
+        same.remove(call.logprobs.tolist())
 
 
 def sample_key(prompt: list[int], ids: list[int]) -> bytes:
     return repr((prompt, ids)).encode()
 
 
-def by_key(samples: Sequence[Any]) -> dict[bytes, Any]:
-    return {sample_key(sample.prompt, sample.ids): sample for sample in samples}
+def by_key(samples: Sequence[Any]) -> dict[bytes, list[list[float]]]:
+    """The logprobs of samples, by their ids."""
+    found: dict[bytes, list[list[float]]] = {}
+    for sample in samples:
+        found.setdefault(sample_key(sample.prompt, sample.ids), []).append(sample.logprobs)
+    return found
 
 
 def check_texts(trace: Trace, asked: Sequence[Asked]) -> None:
@@ -452,3 +459,13 @@ def number_of(said: Said) -> int | None:
 def counted(trace: Trace, *prefixes: str) -> Counter[str]:
     """The trace's counters whose names start so."""
     return Counter({name: n for name, n in trace.counters.items() if name.startswith(prefixes)})
+
+
+def trained_numbers(trace: Trace) -> list[int]:
+    """The numbers of the answers that a trace's rows train, one entry each time."""
+    found: list[int] = []
+    for row in rows(trace):
+        edges = np.flatnonzero(np.diff(row.loss_mask.astype(int), prepend=0, append=0))
+        for start, end in zip(edges[::2], edges[1::2], strict=True):
+            found += sorted(numbers_in(row.input_ids[start:end].tolist()))
+    return found

@@ -242,6 +242,23 @@ def decoded(ids: Iterable[int]) -> str:
     return data.decode(errors="replace")
 
 
+def parsed(prompt: list[int], template: Template) -> list[tuple[str, str]]:
+    """The (role, text) of each message of a prompt. Raises ValueError where it is not as the template writes it."""
+    roles = {mark: role for role, mark in ROLES.items()}
+    gap = list(template.gap.encode())
+    messages, position = [], 0
+    while position < len(prompt) - 1:
+        end = prompt.index(END, position)
+        text = prompt[position + 1 : end]
+        if prompt[position] not in roles or any(i > 255 for i in text) or prompt[end + 1 : end + 1 + len(gap)] != gap:
+            raise ValueError(decoded(prompt[position : end + 9]))
+        messages.append((roles[prompt[position]], decoded(text)))
+        position = end + 1 + len(gap)
+    if prompt[position:] != [ASSISTANT]:
+        raise ValueError(decoded(prompt[position:]))
+    return messages
+
+
 def derender(body: dict[str, Any]) -> dict[str, Any]:
     """A hermes-like parser: thoughts and whole calls are taken out of the text, anything else stays in it.
 

@@ -10,14 +10,12 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
 import pytest
 from harness_clients import (
     RECIPES,
     Agent,
     Ended,
     Stage,
-    by_key,
     check_samples,
     check_texts,
     counted,
@@ -26,10 +24,11 @@ from harness_clients import (
     numbers_in,
     odd_call,
     raw_call,
+    trained_numbers,
 )
 from harness_wire import Late, Results, Said, user
 from proxy_helpers import Proxies, Proxy
-from scripted_engine import FakeEngine, Scripted, Template, decoded
+from scripted_engine import FakeEngine, Scripted, Template, decoded, parsed
 
 from pipeline.capture.rows import rows
 from pipeline.records import Trace
@@ -64,12 +63,7 @@ class Shown:
 
     def trained(self) -> list[int]:
         """The numbers of the answers that rows train, one entry each time."""
-        found: list[int] = []
-        for row in rows(self.trace):
-            edges = np.flatnonzero(np.diff(row.loss_mask.astype(int), prepend=0, append=0))
-            for start, end in zip(edges[::2], edges[1::2], strict=True):
-                found += numbers_in(row.input_ids[start:end].tolist())
-        return found
+        return trained_numbers(self.trace)
 
 
 @contextlib.asynccontextmanager
@@ -86,7 +80,9 @@ async def show(proxy: Proxy, name: str, play: str, scene: Scene) -> Shown:
         agent = Agent(name, key, harness.http, play)
         await scene(agent)
         trace = await proxy.supervisor.close_session(key)
-    check_samples(trace, by_key(proxy.engine.samples))
+    check_samples(trace, proxy.engine.samples)
+    for call in trace.calls:
+        parsed(call.prompt_ids.tolist(), proxy.engine.template)
     check_texts(trace, agent.asked)
     assert "audit_failed" not in trace.counters
     trace.counters.pop("audited", None)  # one in a hundred

@@ -13,27 +13,26 @@ from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
 import pytest
 from harness_clients import (
     RECIPES,
     Agent,
     Stage,
-    by_key,
     check_samples,
     check_texts,
     eight_calls,
     number_of,
     numbers_in,
     play_of,
+    trained_numbers,
 )
 from proxy_helpers import Proxies, Proxy
 from scripted_engine import FakeEngine, Template
 
-from pipeline.capture.rows import rows
 from pipeline.records import Trace
 
 SHARDS = 4
+GRACE_S = 0.8
 
 
 @dataclass
@@ -75,11 +74,13 @@ class Load:
 
 def check(trace: Trace, agent: Agent, samples: list[Any]) -> None:
     """Nothing made up, nothing lost, nothing twice, and nothing trained that the harness never got."""
-    check_samples(trace, by_key(samples))
+    check_samples(trace, samples)
     check_texts(trace, agent.asked)
+    ids = [call.id for asked in agent.asked for call in asked.said.calls]
+    assert len(ids) == len(set(ids)), "a call's id was given twice"
     in_tree = [number for call in trace.calls for number in numbers_in(call.sampled_ids)]
     assert len(in_tree) == len(set(in_tree)), "a sample stands twice in the tree"
-    trained = [number for row in rows(trace) for number in trained_in(row)]
+    trained = trained_numbers(trace)
     assert len(trained) == len(set(trained)), "a sample is trained twice"
     got = {number_of(asked.said) for asked in agent.asked}
     assert set(trained) <= got, "a sample is trained that nobody got"
@@ -87,20 +88,32 @@ def check(trace: Trace, agent: Agent, samples: list[Any]) -> None:
     assert answered <= set(trained), "a sample that the harness went on from is not trained"
 
 
-def trained_in(row: Any) -> set[int]:
-    edges = np.flatnonzero(np.diff(row.loss_mask.astype(int), prepend=0, append=0))
-    spans = zip(edges[::2], edges[1::2], strict=True)
-    return {number for start, end in spans for number in numbers_in(row.input_ids[start:end].tolist())}
+class Killer:
+    """Kills random shards at random moments.
 
+    A victim has served again for a while, so that a harness of four tries is not struck at each of them by a machine
+    that is slow to start shards; every fifth is any shard, one that is only starting too.
+    """
 
-async def kill_shards(proxy: Proxy, kills: int, every_s: float, dice: random.Random) -> None:
-    """Kill a random shard of those that serve, again and again, at random moments."""
-    while kills:
-        await asyncio.sleep(dice.uniform(0, 2 * every_s))
-        serving = [shard.pid for shard in proxy.supervisor._shards if shard.ready.is_set()]
-        with contextlib.suppress(ProcessLookupError, IndexError):
-            os.kill(dice.choice(serving), signal.SIGKILL)
-            kills -= 1
+    def __init__(self, proxy: Proxy, dice: random.Random) -> None:
+        self._shards, self._dice = proxy.supervisor._shards, dice
+        self._served: dict[int, float] = {}  # process -> since when
+
+    async def run(self, kills: int, every_s: float) -> None:
+        for kill in range(kills):
+            await asyncio.sleep(self._dice.uniform(0, 2 * every_s))
+            while not (victims := self._victims(choosy=kill % 5 > 0)):
+                await asyncio.sleep(0.01)
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self._dice.choice(victims), signal.SIGKILL)
+
+    def _victims(self, choosy: bool) -> list[int]:
+        now = time.monotonic()
+        serving = [shard.pid for shard in self._shards if shard.pid and shard.ready.is_set()]
+        self._served = {pid: self._served.get(pid, now) for pid in serving}
+        if choosy:
+            return [pid for pid, since in self._served.items() if now - since > GRACE_S]
+        return [shard.pid for shard in self._shards if shard.pid]
 
 
 async def under_fire(proxies: Proxies, kills: int, every_s: float, seed: int) -> tuple[Load, dict[str, Any]]:
@@ -108,28 +121,28 @@ async def under_fire(proxies: Proxies, kills: int, every_s: float, seed: int) ->
     stage = Stage(plays, delay=lambda: dice.uniform(0, 0.15))
     engine = FakeEngine(template=Template(gap="\n"), answers=stage)
     async with proxies.run(shards=SHARDS, engine=engine) as proxy:
-        load = Load(proxy, plays, pace=0.05)
+        load = Load(proxy, plays, pace=0.3)
         clients = [asyncio.create_task(load.rollouts(name)) for name in [*RECIPES] * 2]
-        killer = asyncio.create_task(kill_shards(proxy, kills, every_s, dice))
-        await asyncio.wait([killer, *clients], return_when=asyncio.FIRST_COMPLETED)
-        load.over = True
-        if not killer.done():  # a client failed
-            killer.cancel()
-        for task in (*clients, killer):
-            await task
+        killer = asyncio.create_task(Killer(proxy, dice).run(kills, every_s))
+        async with asyncio.timeout(20 + 3 * kills):
+            await asyncio.wait([killer, *clients], return_when=asyncio.FIRST_COMPLETED)
+            load.over = True
+            if not killer.done():  # a client failed
+                killer.cancel()
+            await asyncio.gather(*clients, killer)
         return load, proxy.supervisor.stats()
 
 
 @pytest.mark.slow
 def test_fifty_kills_cost_nothing(proxies: Proxies) -> None:
-    load, stats = asyncio.run(under_fire(proxies, kills=50, every_s=0.4, seed=1))
-    assert stats["shard_restarts"] >= 45  # a shard may be killed before it is up again: one restart for two
-    assert load.finished > 100 and load.retried.total() > 50, (load.finished, load.retried)
+    load, stats = asyncio.run(under_fire(proxies, kills=50, every_s=0.2, seed=1))
+    assert stats["shard_restarts"] >= 40  # a shard may be killed again before its death was seen
+    assert load.finished > 60 and load.retried.total() > 50, (load.finished, load.retried)
 
 
 @pytest.mark.soak
 def test_a_thousand_kills_cost_nothing(proxies: Proxies) -> None:
     started = time.monotonic()
-    load, stats = asyncio.run(under_fire(proxies, kills=1000, every_s=0.5, seed=int(started)))
+    load, stats = asyncio.run(under_fire(proxies, kills=1000, every_s=1.0, seed=int(started)))
     print(f"{stats['shard_restarts']} restarts, {load.finished} rollouts, {load.retried.total()} retries")
     assert stats["shard_restarts"] >= 900
