@@ -65,10 +65,7 @@ class Rendered:
 
 @dataclass(frozen=True)
 class Sampled:
-    """What the engine sampled: ids with the end token, their logprobs, and (version, start, end) spans in its words.
-
-    ``gap`` is the difference of the first token's two best logprobs, where they were asked for.
-    """
+    """What the engine sampled: ids with the end token, their logprobs, and (version, start, end) spans in its words."""
 
     text: bytes
     count: int
@@ -77,7 +74,6 @@ class Sampled:
     stop_reason: int | str | None
     versions: list[tuple[str, int, int]]
     cached_tokens: int
-    gap: float = 0.0
 
     @property
     def ended(self) -> bool:
@@ -113,13 +109,8 @@ class Message(msgspec.Struct):
     tool_calls: list[Called] | None = None
 
 
-class _Top(msgspec.Struct):
+class _Logprob(msgspec.Struct, gc=False):
     logprob: float
-
-
-class _Logprob(msgspec.Struct):
-    logprob: float
-    top_logprobs: list[_Top] = []
 
 
 class _Logprobs(msgspec.Struct):
@@ -138,6 +129,22 @@ class _GeneratedChoice(msgspec.Struct):
     token_ids: Raw = NULL
     logprobs: _Logprobs | None = None
     weight_versions: list[_Span] | None = None
+
+
+class _TopLogprobs(msgspec.Struct):
+    top_logprobs: list[_Logprob] = []
+
+
+class _TopContent(msgspec.Struct):
+    content: list[_TopLogprobs] | None = None
+
+
+class _TopChoice(msgspec.Struct):
+    logprobs: _TopContent | None = None
+
+
+class _Tops(msgspec.Struct):
+    choices: list[_TopChoice]
 
 
 class _RenderReply(msgspec.Struct):
@@ -180,6 +187,7 @@ class _Models(msgspec.Struct):
 T = TypeVar("T")
 _RENDER = msgspec.json.Decoder(_RenderReply)
 _GENERATE = msgspec.json.Decoder(_Generated)
+_TOPS = msgspec.json.Decoder(_Tops)
 _DERENDER = msgspec.json.Decoder(_Derendered)
 _MODELS = msgspec.json.Decoder(_Models)
 _encode = msgspec.json.Encoder().encode
@@ -244,6 +252,20 @@ class Engine:
 
     async def generate(self, prompt: bytes, frame: Frame, sampling: dict[str, Any], salt: str) -> Sampled:
         """One sample; ``salt`` keeps it off key/value blocks of other weights. No seed: it kills the CPU engine."""
+        body = self._generation(prompt, frame, sampling, salt)
+        return _sampled(await self._call("POST", "/inference/v1/generate", body, _GENERATE))
+
+    async def gap(self, prompt: bytes, frame: Frame, temperature: float) -> float:
+        """The difference of the two best logprobs of the next token.
+
+        Three are asked for: the sampled token may be listed beside the best two.
+        """
+        sampling = {"temperature": temperature, "max_tokens": 1, "logprobs": 3}
+        body = self._generation(prompt, frame, sampling, "selftest")
+        return _gap(await self._call("POST", "/inference/v1/generate", body, _TOPS))
+
+    def _generation(self, prompt: bytes, frame: Frame, sampling: dict[str, Any], salt: str) -> Sequence[bytes]:
+        """The body of a generate request, in parts: the prompt may be long."""
         decided = {key: frame.sampling_params[key] for key in FROM_RENDER if frame.sampling_params.get(key) is not None}
         rest = {
             "sampling_params": decided | NEUTRAL | sampling,
@@ -251,8 +273,7 @@ class Engine:
             "reasoning_ended": frame.reasoning_ended,
             "reasoning_parser_kwargs": frame.reasoning_parser_kwargs,
         }
-        body = (b'{"model":%b,"token_ids":[' % self._name, prompt, b"]," + _encode(rest)[1:])
-        return _sampled(await self._call("POST", "/inference/v1/generate", body, _GENERATE))
+        return (b'{"model":%b,"token_ids":[' % self._name, prompt, b"]," + _encode(rest)[1:])
 
     async def derender(
         self, prompt: bytes, prompt_tokens: int, frame: Frame, sampled: Sampled, fields: bytes = b""
@@ -334,11 +355,13 @@ def _sampled(reply: _Generated) -> Sampled:
     spans = [(span.version, span.start, span.end) for span in choice.weight_versions or ()]
     details = reply.usage.prompt_tokens_details if reply.usage else None
     cached = (details.cached_tokens if details else None) or 0
-    return Sampled(text, count, logprobs, finish, choice.stop_reason, spans, cached, _gap(entries))
+    return Sampled(text, count, logprobs, finish, choice.stop_reason, spans, cached)
 
 
-def _gap(entries: list[_Logprob]) -> float:
-    top = sorted((entry.logprob for entry in entries[0].top_logprobs), reverse=True) if entries else []
+def _gap(reply: _Tops) -> float:
+    """The difference of the first token's two best logprobs; 0 where there are none."""
+    content = reply.choices[0].logprobs and reply.choices[0].logprobs.content
+    top = sorted((entry.logprob for entry in content[0].top_logprobs), reverse=True) if content else []
     return top[0] - top[1] if len(top) > 1 else 0.0
 
 
