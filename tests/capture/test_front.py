@@ -3,22 +3,31 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import json
 import os
+import re
 import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import httpx
+import pyarrow as pa
 import pytest
 from front_helpers import ROOT, Running, engine_thread, running
 from scripted_engine import FakeEngine, Scripted, render
 
 from pipeline.capture import control
+from pipeline.capture.export import SCHEMAS
+from pipeline.capture.metrics import EVENTS
 from pipeline.cli import main
+from pipeline.config import SessionPolicy
 
 USER = [{"role": "user", "content": "hello"}]
 
@@ -289,6 +298,79 @@ def test_no_process_of_the_proxy_imports_what_is_slow(proxy: Running) -> None:
         maps = Path(f"/proc/{pid}/maps").read_text()
         for heavy in ("torch", "vllm", "tokenizers", *(["numpy", "pyarrow"] if pid in shards else [])):
             assert f"site-packages/{heavy}" not in maps, f"{Path(f'/proc/{pid}/cmdline').read_text()} has {heavy}"
+
+
+class _Teacher(BaseHTTPRequestHandler):
+    """A hosted Chat Completions API that wants a key."""
+
+    def do_GET(self) -> None:
+        self._reply({"data": [{"id": "teacher"}]})
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["content-length"])))
+        message = {"role": "assistant", "content": f"{body['model']} heard {body['messages'][-1]['content']}"}
+        self._reply({"choices": [{"message": message, "finish_reason": "stop"}]})
+
+    def _reply(self, payload: object) -> None:
+        known = self.headers["authorization"] == "Bearer secret"
+        data = json.dumps(payload).encode() if known else b"{}"
+        self.send_response(200 if known else 401)
+        self.send_header("content-length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def log_message(self, *_: object) -> None:
+        """Stay quiet."""
+
+
+def test_text_mode_keeps_requests_and_answers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with ThreadingHTTPServer(("127.0.0.1", 0), _Teacher) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{server.server_port}/v1"
+        with running(url, tmp_path / "proxy", "--mode", "text", "--shards", "1", YOKE_UPSTREAM_KEY="secret") as proxy:
+            harness = proxy.create()
+            assert harness.ask("hello").json()["choices"][0]["message"]["content"] == "teacher heard hello"
+            (call,) = harness.table().to_pylist()
+            assert json.loads(call["request"])["messages"] == USER
+            assert json.loads(call["answer"])["content"] == "teacher heard hello"
+            assert call["prompt_ids"] == [] and not call["trainable"]
+            assert harness.table("rows").num_rows == 0
+        with pytest.raises(SystemExit, match="2"):
+            main(["proxy", "--mode", "text", "--llm-url", url, "--port", "0", "--dir", str(tmp_path / "other")])
+        assert "refuses the key" in capsys.readouterr().err
+        server.shutdown()
+
+
+DOCS = (ROOT / "docs" / "capture.md").read_text()
+
+
+def test_the_examples_of_the_docs_work(proxy: Running, tmp_path: Path) -> None:
+    harness = proxy.create()
+    environment = os.environ | {"BASE_URL": harness.url, "KEY": harness.key}
+    blocks = [block for block in re.findall(r"```\n(.*?)```", DOCS, re.S) if "curl" in block]
+    assert len(blocks) == 2
+    outputs = []
+    for command in re.findall(r"curl (?:\\\n|.)*", "".join(blocks)):
+        command = command.replace("http://127.0.0.1:18701", proxy.url).replace("curl -s", "curl -sS --fail")
+        done = subprocess.run(
+            command, shell=True, env=environment, capture_output=True, text=True, cwd=tmp_path, timeout=30
+        )
+        assert done.returncode == 0, f"{command}: {done.stderr}"
+        outputs.append(done.stdout)
+    opened, answer, *_ = map(json.loads, outputs[:2])
+    assert set(opened) == {"session_id", "api_key", "base_url", "shard"}
+    assert answer["choices"][0]["message"]["content"] == "ok"
+    assert pa.ipc.open_stream((tmp_path / "rows.arrow").read_bytes()).read_all().num_rows == 1
+    assert proxy.api.get(f"/sessions/{harness.id}").status_code == 404
+
+
+def test_the_docs_name_every_field_column_and_metric(proxy: Running) -> None:
+    metrics = re.findall(r"# TYPE (\w+) ", proxy.api.get("/metrics").text)
+    names = [field.name for field in dataclasses.fields(SessionPolicy)]
+    names += [name for schema in SCHEMAS.values() for name in schema.names]
+    assert len(metrics) > 10
+    missing = [name for name in [*names, *EVENTS, *metrics] if not re.search(rf"`{name}[`{{]", DOCS)]
+    assert missing == []
 
 
 def test_a_shard_is_ready_soon(tmp_path: Path) -> None:
