@@ -74,6 +74,7 @@ class CaptureApp(ABC):
             tokens = await self._turns.prompt_tokens(session, request)
             await exchange.reply(200, dialect.token_count(tokens))
         else:
+            self._admit(session)  # again: others may have been admitted while the body arrived
             await Delivery(self._turns, session, request, exchange).run()
 
     def _admit(self, session: Session) -> None:

@@ -143,6 +143,6 @@ def test_fifty_kills_cost_nothing(proxies: Proxies) -> None:
 @pytest.mark.soak
 def test_a_thousand_kills_cost_nothing(proxies: Proxies) -> None:
     started = time.monotonic()
-    load, stats = asyncio.run(under_fire(proxies, kills=1000, every_s=1.0, seed=int(started)))
+    load, stats = asyncio.run(under_fire(proxies, kills=1000, every_s=0.5, seed=int(started)))
     print(f"{stats['shard_restarts']} restarts, {load.finished} rollouts, {load.retried.total()} retries")
     assert stats["shard_restarts"] >= 900

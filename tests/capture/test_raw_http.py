@@ -334,6 +334,21 @@ def test_half_sent_requests_hold_nobody_up(proxies: Proxies) -> None:
     asyncio.run(run())
 
 
+def test_bodies_that_arrive_together_do_not_pass_the_limit_together(proxies: Proxies) -> None:
+    async def run() -> None:
+        async with served(proxies, max_concurrent=1) as raw, contextlib.AsyncExitStack() as stack:
+            raw.proxy.engine.answers = lambda prompt: Scripted("slow", delay_s=0.5)
+            wires = [await stack.enter_async_context(connected(raw.port)) for _ in range(3)]
+            whole = request(DIALECTS["chat"].path, encoded("chat"))
+            for wire in wires:
+                await wire.send(whole[:-7], pause_s=0.02)
+            for wire in wires:
+                await wire.send(whole[-7:])
+            assert sorted([(await wire.reply()).status for wire in wires]) == [200, 429, 429]
+
+    asyncio.run(run())
+
+
 def test_what_is_no_http_ends_the_connection_only(proxies: Proxies) -> None:
     async def run() -> None:
         async with served(proxies) as raw:
