@@ -151,7 +151,7 @@ def talk(name: str) -> list[Any]:
 
 
 def test_every_follow_up_finds_its_parent(proxies: Proxies) -> None:
-    """Three runs of each harness: 123 follow-ups were all that could be collected from the real ones."""
+    """Two runs of each harness; of the real ones 123 follow-ups could be collected, and all of them matched."""
 
     async def run() -> list[dict[str, Shown]]:
         plays = {f"{name}/calls": eight_calls(name) for name in RECIPES} | {
@@ -164,7 +164,10 @@ def test_every_follow_up_finds_its_parent(proxies: Proxies) -> None:
             ]
 
     calls, talks = asyncio.run(run())
-    chained = lambda one: one.parents == [None, *range(len(one.parents) - 1)] and one.rows == 1  # noqa: E731
+
+    def chained(one: Shown) -> bool:
+        return one.parents == [None, *range(len(one.parents) - 1)] and one.rows == 1
+
     assert wrong(calls, chained) == {} and wrong(talks, chained) == {}
     assert sum(one.follow_ups for shown in (calls, talks) for one in shown.values()) >= 123
 

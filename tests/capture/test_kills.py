@@ -91,29 +91,36 @@ def check(trace: Trace, agent: Agent, samples: list[Any]) -> None:
 class Killer:
     """Kills random shards at random moments.
 
-    A victim has served again for a while, so that a harness of four tries is not struck at each of them by a machine
-    that is slow to start shards; every fifth is any shard, one that is only starting too.
+    A victim has served for as long as it took to start, so that a slow machine does not let a harness of four tries be
+    struck at each of them; every tenth is any shard, also one that is only starting.
     """
 
     def __init__(self, proxy: Proxy, dice: random.Random) -> None:
         self._shards, self._dice = proxy.supervisor._shards, dice
-        self._served: dict[int, float] = {}  # process -> since when
+        self._born: dict[int, float] = {}  # process -> when it was first seen
+        self._ready: dict[int, float] = {}
 
     async def run(self, kills: int, every_s: float) -> None:
         for kill in range(kills):
-            await asyncio.sleep(self._dice.uniform(0, 2 * every_s))
-            while not (victims := self._victims(choosy=kill % 5 > 0)):
+            later = time.monotonic() + self._dice.uniform(0, 2 * every_s)
+            while not (victims := self._victims(choosy=kill % 10 > 0)) or time.monotonic() < later:
                 await asyncio.sleep(0.01)
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self._dice.choice(victims), signal.SIGKILL)
 
     def _victims(self, choosy: bool) -> list[int]:
         now = time.monotonic()
-        serving = [shard.pid for shard in self._shards if shard.pid and shard.ready.is_set()]
-        self._served = {pid: self._served.get(pid, now) for pid in serving}
-        if choosy:
-            return [pid for pid, since in self._served.items() if now - since > GRACE_S]
-        return [shard.pid for shard in self._shards if shard.pid]
+        for shard in self._shards:
+            if shard.pid:
+                self._born.setdefault(shard.pid, now)
+            if shard.pid and shard.ready.is_set():
+                self._ready.setdefault(shard.pid, now)
+        alive = [shard.pid for shard in self._shards if shard.pid]
+        served = [pid for pid in alive if pid in self._ready and now - self._ready[pid] > self._grace(pid)]
+        return served if choosy else alive
+
+    def _grace(self, pid: int) -> float:
+        return max(GRACE_S, self._ready[pid] - self._born[pid])
 
 
 async def under_fire(proxies: Proxies, kills: int, every_s: float, seed: int) -> tuple[Load, dict[str, Any]]:
