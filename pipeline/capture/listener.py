@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import socket
 from asyncio.events import TimerHandle
 from collections.abc import Callable, Iterator
@@ -16,8 +17,12 @@ from uvicorn.server import ServerState
 BACKLOG = 4096  # connections that wait while a shard is replaced; the kernel may allow fewer
 KEEP_ALIVE_S = 3600  # harnesses idle as long as their tools run
 READ_S = 60.0  # a request must have arrived so long after its first byte, unless the listener says otherwise
+BURST = 200  # connections accepted at once
+REST_S = 0.5  # before accepting goes on when there were no descriptors left
 DRAIN_S = 30.0  # a client that does not take what was written for so long is dropped
 TOO_SLOW = b"HTTP/1.1 408 Request Timeout\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
+
+log = logging.getLogger(__name__)
 
 
 class Cork:
@@ -149,14 +154,22 @@ class Connection(HttpToolsProtocol):
 
 
 class Listener:
-    """The server on one listening socket."""
+    """The server on one listening socket.
 
-    def __init__(self, server: asyncio.Server, state: ServerState) -> None:
-        self._server, self._state = server, state
+    It accepts what waits all at once: uvloop's own server takes one connection an iteration of the loop, and under load
+    a burst of new clients would wait for as many iterations.
+    """
+
+    def __init__(self, listener: socket.socket, connect: Callable[[], Connection], state: ServerState) -> None:
+        self._listener, self._connect, self._state = listener, connect, state
+        self._loop = asyncio.get_running_loop()
+        self._arriving: set[asyncio.Task[Any]] = set()
+        self._rest: TimerHandle | None = None
+        self._loop.add_reader(listener, self._accept)
 
     @classmethod
     async def open(cls, listener: socket.socket, app: Any, config: uvicorn.Config, read_s: float = READ_S) -> Listener:
-        """Serve an app on a socket that already listens."""
+        """Serve an app on a socket that already listens; it is closed with the server."""
         state = ServerState()
         loop = asyncio.get_running_loop()
 
@@ -167,14 +180,42 @@ class Listener:
             return connection
 
         listener.setblocking(False)
-        return cls(await loop.create_server(connect, sock=listener, backlog=BACKLOG), state)
+        listener.listen(BACKLOG)
+        return cls(listener, connect, state)
+
+    def _accept(self) -> None:
+        for _ in range(BURST):
+            try:
+                client, _ = self._listener.accept()
+            except (BlockingIOError, ConnectionAbortedError):
+                return
+            except OSError as error:  # no descriptors left: what waits goes on waiting
+                log.warning("cannot accept a connection: %s", error)
+                self._loop.remove_reader(self._listener)
+                self._rest = self._loop.call_later(REST_S, self._loop.add_reader, self._listener, self._accept)
+                return
+            client.setblocking(False)
+            task = self._loop.create_task(self._loop.connect_accepted_socket(self._connect, client))
+            self._arriving.add(task)
+            task.add_done_callback(self._arrived)
+
+    def _arrived(self, task: asyncio.Task[Any]) -> None:
+        self._arriving.discard(task)
+        if not task.cancelled() and (error := task.exception()):
+            log.info("a client left while it was let in: %s", error)
 
     def shut(self) -> None:
         """Take no new connections."""
-        self._server.close()
+        if self._rest is not None:
+            self._rest.cancel()
+        if self._listener.fileno() >= 0:
+            self._loop.remove_reader(self._listener)
+            self._listener.close()
 
     def close(self) -> None:
         """Stop listening and drop every connection."""
-        self._server.close()
+        self.shut()
+        for task in self._arriving:
+            task.cancel()
         for connection in list(self._state.connections):
             connection.transport.abort()
