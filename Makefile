@@ -38,7 +38,7 @@ lock: install  ## pin everything that setup.cfg asks for, with hashes, in requir
 soak: harnesses  ## the long tests
 	$(BIN)/python -m pytest -m soak --timeout 0 $(ARGS)
 
-bench-proxy: install  ## compare the capture proxy with the bare engine and the reference (QUICK=1: a minute; ALL=1: every scenario)
+bench-proxy: install  ## compare the capture proxy with the bare engine and the reference (QUICK=1, ALL=1)
 	$(BIN)/python -m bench.run $(if $(QUICK),--quick) $(if $(ALL),--scenario all) $(ARGS)
 
 bench-reference:  ## install the reference proxy for bench-proxy, in an environment of its own

@@ -114,10 +114,13 @@ LIMITS: list[tuple[str, str, Callable[[Row, Sequence[Row]], float | None], str, 
 ]  # fmt: skip
 
 
-def verdicts(rows: Sequence[Row]) -> str:
-    """One line for each limit that the runs can tell of; nothing lost and nothing wrong is asked of every run."""
+def verdicts(rows: Sequence[Row], limits: bool = True) -> str:
+    """One line for each limit that the runs can tell of; nothing lost and nothing wrong is asked of every run.
+
+    ``limits=False``: the load was too small for them to mean anything.
+    """
     lines = []
-    for scenario, what, get, sign, limit in LIMITS:
+    for scenario, what, get, sign, limit in LIMITS if limits else []:
         row = find(rows, scenario)
         value = get(row, rows) if row is not None else None
         if value is not None:
