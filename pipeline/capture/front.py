@@ -7,22 +7,22 @@ import dataclasses
 import hmac
 import itertools
 import logging
+import os
 import re
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import msgspec
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.applications import Starlette
-from starlette.background import BackgroundTask
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
-from starlette.responses import FileResponse, JSONResponse, Response
+from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from pipeline.capture.app import new_key
@@ -36,6 +36,7 @@ from pipeline.config import SessionPolicy, UserError
 from pipeline.records import PolicyVersion
 
 ARROW = "application/vnd.apache.arrow.stream"
+PIECE = 2**20  # bytes of an exported file that are sent at once
 BODY_CAP = 2**20  # bytes of a request to this API
 SESSION_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
 POLICY_FIELDS = {field.name: field.type for field in dataclasses.fields(SessionPolicy)}
@@ -220,7 +221,9 @@ class Front:
         finally:
             if source != self._trace(entry):
                 source.unlink(missing_ok=True)
-        return FileResponse(out, media_type=ARROW, background=BackgroundTask(out.unlink))
+        file = out.open("rb")
+        out.unlink()  # the reader may leave at any time
+        return StreamingResponse(_pieces(file), 200, {"content-length": str(os.fstat(file.fileno()).st_size)}, ARROW)
 
     async def _show_metrics(self, request: Request) -> Response:
         return Response(self._metrics.text(), media_type=CONTENT_TYPE_LATEST)
@@ -242,6 +245,13 @@ class Front:
 
     def _trace(self, entry: Entry) -> Path:
         return self._directory / file_name(entry.session_id)
+
+
+async def _pieces(file: BinaryIO) -> AsyncIterator[bytes]:
+    """A file in pieces, fewer and larger than a FileResponse's: each costs a hop to a thread."""
+    with file:
+        while piece := await asyncio.to_thread(file.read, PIECE):
+            yield piece
 
 
 async def _complain(request: Request, error: Exception) -> Response:
