@@ -10,6 +10,8 @@ import asyncio
 import logging
 import time
 
+import msgspec
+
 from pipeline.capture.budget import LAST_ANSWERS, BudgetSpent, last_answer
 from pipeline.capture.dialects.base import Answer, ApiError, ChatRequest, Fault
 from pipeline.capture.exchange import EVENTS, JSON, ClientLeft, Exchange, Header
@@ -48,10 +50,16 @@ class Delivery:
             fault = error if isinstance(error, ApiError) else self._broken(error)
             if not self._streaming:
                 raise fault from error
-            await self._exchange.write(self._dialect.stream_error(fault))
+            await self._exchange.write(self._last_words(fault))
         finally:
             self._session.turns.discard(task)
             self._session.touched = time.monotonic()
+
+    def _last_words(self, fault: ApiError) -> bytes:
+        """An error in a reply that has begun: an event, or (Gemini without ``alt=sse``) the only item of the array."""
+        if self._kind is EVENTS:
+            return self._dialect.stream_error(fault)
+        return msgspec.json.encode([self._dialect.error(fault)])
 
     def _broken(self, error: Exception) -> ApiError:
         """What a harness is told of a fault of our own."""

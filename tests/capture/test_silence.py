@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import time
 from pathlib import Path
 
@@ -102,5 +103,19 @@ def test_an_answer_at_the_very_moment_of_the_headers_is_whole(tmp_path: Path) ->
                 reply = await http.post(f"{url}/chat/completions", json=body, headers=HEADERS)
                 assert reply.status_code == 200 and reply.text.count("[DONE]") == 1 and "there" in reply.text
             await eventually(lambda: all(node.delivered for node in session.tree.nodes), "the deliveries")
+
+    asyncio.run(run())
+
+
+def test_an_error_in_a_begun_json_array_is_its_only_item(tmp_path: Path) -> None:
+    async def run() -> None:
+        async with serve_session(tmp_path / "j", outage_s=0.4) as (engine, _, url), httpx.AsyncClient() as http:
+            engine.script += [Scripted(status=503, delay_s=0.2) for _ in range(5)]
+            body = {"contents": [{"role": "user", "parts": [{"text": "hi"}]}]}
+            path = "/v1beta/models/m:streamGenerateContent"
+            async with http.stream("POST", url + path, json=body, headers=HEADERS) as reply:
+                assert reply.status_code == 200
+                (item,) = json.loads("".join([part async for part in reply.aiter_text()]))
+            assert item["error"]["status"] == "UNAVAILABLE"
 
     asyncio.run(run())
