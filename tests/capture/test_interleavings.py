@@ -7,7 +7,7 @@ import copy
 import json
 import tempfile
 from collections import Counter
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,7 @@ from pipeline.capture.rows import rows
 from pipeline.capture.session import Session, restore
 from pipeline.capture.trace import trace_of
 from pipeline.capture.turn import EngineTurns
-from pipeline.capture.upstream import Engine, decoded
+from pipeline.capture.upstream import Engine
 from pipeline.records import Trace
 
 CHAT = Chat()
@@ -56,18 +56,23 @@ ANSWERS = {
 LEARNT: dict[Template, Any] = {}  # what the self-test found out
 
 
-class DirectEngine(Engine):
-    """The scripted engine without sockets."""
+class DirectClient:
+    """The scripted engine without sockets, in place of the engine's HTTP client."""
 
     def __init__(self, fake: FakeEngine) -> None:
-        super().__init__("http://127.0.0.1:1", "policy")
         self._fake = fake
 
-    async def _call(self, method: str, path: str, body: bytes, decoder: Any) -> Any:
+    async def request(self, method: str, path: str, body: Sequence[bytes], timeout_s: float) -> Reply:
         await asyncio.sleep(0)
-        reply = await self._fake._answer(path, json.loads(body or b"null"), asyncio.StreamReader())
+        reply = await self._fake._answer(path, json.loads(b"".join(body) or b"null"), asyncio.StreamReader())
         assert reply is not None
-        return decoded(path, Reply(reply[0], json.dumps(reply[1]).encode()), decoder)
+        return Reply(reply[0], json.dumps(reply[1]).encode())
+
+
+def direct(fake: FakeEngine) -> Engine:
+    engine: Any = Engine("http://127.0.0.1:1", "policy")
+    engine._client = DirectClient(fake)
+    return engine
 
 
 @dataclass
@@ -90,7 +95,7 @@ class Play:
 
     def _turns(self) -> EngineTurns:
         """Turns that need no self-test of their own."""
-        turns = EngineTurns(DirectEngine(self.engine), self.journal)
+        turns = EngineTurns(direct(self.engine), self.journal)
         if self.engine.template in LEARNT:
             turns._templates[None] = copy.copy(LEARNT[self.engine.template])
         return turns
