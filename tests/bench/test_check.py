@@ -108,6 +108,9 @@ def test_when_clients_ask_again_an_undelivered_call_may_be_there_but_no_delivere
     assert verdict_of([other, *right()], retried=True).verdict.extra_calls == 1
     assert verdict_of(right()[1:], retried=True).verdict.missing_calls == 1
     assert verdict_of(changed(1, delivered=False), retried=True).verdict.wrong_delivered == 1
+    last = verdict_of(changed(2, delivered=False), retried=True).verdict
+    assert (last.wrong, last.last_unnoted) == (0, 1)
+    assert verdict_of(changed(2, delivered=False)).verdict.wrong_delivered == 1  # nothing was killed: a fault
 
 
 def test_rows_hold_every_delivered_id_once() -> None:
