@@ -100,7 +100,7 @@ class BubblewrapSandbox:
                 popen = self._start(spec, ends, given, log)
             held.callback(_reap, popen)
             pid = await _first_process(ends.status, log)
-            leader = os.pidfd_open(pid)  # it cannot have ended: it waits for the release
+            leader = _hold(pid, log)
             held.callback(os.close, leader)
             listener = await self._release(ends, held, log)
             return RunningSandbox(
@@ -260,6 +260,14 @@ async def _first_process(status: int, log: Log) -> int:
             raise SandboxError(f"bubblewrap could not start: {log.tail()}")
         line += chunk
     return int(json.loads(line)["child-pid"])
+
+
+def _hold(pid: int, log: Log) -> int:
+    """A pidfd of pid 1 inside, which waits for the release unless bubblewrap gave up meanwhile."""
+    try:
+        return os.pidfd_open(pid)
+    except ProcessLookupError:
+        raise SandboxError(f"the sandbox could not be built: {log.tail()}") from None
 
 
 def _complaint(status: int, log: Log) -> str | None:

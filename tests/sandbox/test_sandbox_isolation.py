@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
+import select
 import shutil
 import socket
 import subprocess
@@ -271,3 +273,18 @@ def test_auto_without_user_namespaces_says_how_to_ask_for_a_process(monkeypatch,
 def test_unknown_kind_lists_the_known_ones():
     with pytest.raises(UserError, match="auto, bubblewrap, process"):
         make_sandbox(SandboxConfig(kind="docker"))
+
+
+def test_a_sandbox_that_gave_up_before_it_was_held_is_the_same_error(tmp_path, monkeypatch):
+    """Between bubblewrap's word of its first process and our hold on it, that process may be gone."""
+    held = os.pidfd_open
+
+    def too_late(pid: int) -> int:
+        descriptor = held(pid)
+        select.select([descriptor], [], [], 20.0)
+        os.close(descriptor)
+        raise ProcessLookupError(errno.ESRCH, "No such process")
+
+    monkeypatch.setattr(os, "pidfd_open", too_late)
+    with pytest.raises(SandboxError, match="missing: No such file"):
+        run("true", tmp_path, workspace=tmp_path / "missing", listen_port=8000)
