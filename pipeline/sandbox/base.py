@@ -29,8 +29,8 @@ class SandboxSpec:
     ``workspace`` is writable at /workspace, the working directory (None: an empty one that is lost at the end).
     ``home_files`` (path below HOME → text) are written to a fresh HOME. ``read_only`` is bound at the same path,
     ``mounts`` (host path, path inside, writable) elsewhere. With ``listen_port`` a socket listens inside at
-    127.0.0.1:port and is handed to the caller, and the command waits for ``go()``. stdout and stderr are appended to
-    ``stdout``. ``timeout_s`` counts from ``go()``.
+    127.0.0.1:port and is handed to the caller, and the command waits for ``go()``. ``stdin`` is the text it reads
+    (None: nothing). stdout and stderr are appended to ``stdout``. ``timeout_s`` counts from ``go()``.
     """
 
     argv: tuple[str, ...]
@@ -40,6 +40,7 @@ class SandboxSpec:
     read_only: tuple[Path, ...] = ()
     mounts: tuple[tuple[Path, str, bool], ...] = ()
     listen_port: int | None = None
+    stdin: str | None = None
     stdout: Path | None = None
     timeout_s: float = 60.0
 

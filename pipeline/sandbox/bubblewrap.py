@@ -22,7 +22,7 @@ from pathlib import Path
 
 from pipeline.config import SandboxConfig, UserError
 from pipeline.sandbox.base import HOME, PATH, WORKSPACE, SandboxError, SandboxSpec
-from pipeline.sandbox.running import Log, RunningSandbox, readable
+from pipeline.sandbox.running import Log, RunningSandbox, memory_file, readable
 from pipeline.sandbox.watch import TreeWatch, listed
 
 START_S = 20.0
@@ -123,18 +123,18 @@ class BubblewrapSandbox:
         passed = [ends.status_end, theirs]
         options = [*self._fixed, *_environment(spec), *_binds(spec), "--json-status-fd", str(ends.status_end)]
         for path, text in spec.home_files.items():
-            passed.append(_memory_file(given, text.encode()))
+            passed.append(memory_file(given, text.encode()))
             options += ["--perms", "0600", "--file", str(passed[-1]), f"{HOME}/{path}"]
         if spec.listen_port is None:
             options += ["--block-fd", str(theirs)]
         options += ["--remount-ro", "/dev", "--remount-ro", "/", "--chdir", WORKSPACE]
-        passed.append(_memory_file(given, b"".join(os.fsencode(option) + b"\0" for option in options)))
+        passed.append(memory_file(given, b"".join(os.fsencode(option) + b"\0" for option in options)))
         return subprocess.Popen(
             [self._bwrap, "--args", str(passed[-1]), "--", *self._command(spec, theirs)],
             env={"PATH": PATH},  # readable inside at /proc/1/environ: nothing of ours
             cwd="/",
             pass_fds=passed,
-            stdin=subprocess.DEVNULL,
+            stdin=subprocess.DEVNULL if spec.stdin is None else memory_file(given, spec.stdin.encode()),
             stdout=log.stdout,
             stderr=log.stderr,
             start_new_session=True,
@@ -238,14 +238,6 @@ def _binds(spec: SandboxSpec) -> list[str]:
     if spec.workspace is None:
         return [*options, "--perms", "0755", "--tmpfs", WORKSPACE]
     return [*options, "--bind", str(spec.workspace), WORKSPACE]
-
-
-def _memory_file(stack: ExitStack, data: bytes) -> int:
-    fd = os.memfd_create("sandbox")
-    stack.callback(os.close, fd)
-    os.write(fd, data)
-    os.lseek(fd, 0, os.SEEK_SET)
-    return fd
 
 
 async def _first_process(status: int, log: Log) -> int:

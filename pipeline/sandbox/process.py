@@ -19,7 +19,7 @@ from pathlib import Path
 
 from pipeline.config import SandboxConfig
 from pipeline.sandbox.base import HOME, PATH, WORKSPACE, SandboxSpec
-from pipeline.sandbox.running import Log, RunningSandbox
+from pipeline.sandbox.running import Log, RunningSandbox, memory_file
 from pipeline.sandbox.watch import TreeWatch, descendants
 
 # Parent of the command: whatever the command leaves behind becomes this one's child, however it was detached, and is
@@ -115,8 +115,9 @@ class ProcessSandbox:
                 listener = held.enter_context(socket.create_server(("127.0.0.1", 0), backlog=128))
                 listener.setblocking(False)
                 places[f"127.0.0.1:{spec.listen_port}"] = f"127.0.0.1:{listener.getsockname()[1]}"
-            with theirs:
-                popen = self._start(spec, places, theirs.fileno(), log)
+            with theirs, ExitStack() as given:
+                stdin = None if spec.stdin is None else memory_file(given, _translated(spec.stdin, places).encode())
+                popen = self._start(spec, places, theirs.fileno(), stdin, log)
             leader = os.pidfd_open(popen.pid)
             held.callback(os.close, leader)
             if listener is None:
@@ -135,7 +136,9 @@ class ProcessSandbox:
             held.close()  # the supervisor ends when its control socket closes
             raise
 
-    def _start(self, spec: SandboxSpec, places: dict[str, str], control: int, log: Log) -> subprocess.Popen[bytes]:
+    def _start(
+        self, spec: SandboxSpec, places: dict[str, str], control: int, stdin: int | None, log: Log
+    ) -> subprocess.Popen[bytes]:
         config = self._config
         limits = f"NOFILE={config.open_files},FSIZE={config.file_mb << 20},CORE=0"  # NPROC would count the whole user
         home = Path(places[HOME])
@@ -161,7 +164,7 @@ class ProcessSandbox:
             env={**environment, **{key: _translated(value, places) for key, value in spec.env.items()}},
             cwd=places[WORKSPACE],
             pass_fds=[control],
-            stdin=subprocess.DEVNULL,
+            stdin=subprocess.DEVNULL if stdin is None else stdin,
             stdout=log.stdout,
             stderr=log.stderr,
             start_new_session=True,

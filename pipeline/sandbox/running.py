@@ -173,3 +173,13 @@ class Log:
     def close(self) -> None:
         """Let go of the file."""
         self._file.close()
+
+
+def memory_file(stack: contextlib.ExitStack, data: bytes) -> int:
+    """A descriptor, closed with ``stack``, of a file in memory that holds ``data``."""
+    fd = os.memfd_create("sandbox")
+    stack.callback(os.close, fd)
+    with open(fd, "wb", closefd=False) as file:
+        file.write(data)
+    os.lseek(fd, 0, os.SEEK_SET)
+    return fd

@@ -158,6 +158,23 @@ def test_files_have_a_size_limit(kind, tmp_path):
     assert (tmp_path / "big").stat().st_size == 1 << 20
 
 
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("port", [None, 8000])
+def test_stdin_is_the_given_text_and_ends(kind, port, tmp_path):
+    text = "first\nsecond ü " + "x" * 300_000
+
+    async def inner(stdin: str | None) -> str:
+        log = tmp_path / str(stdin is None)
+        spec = SandboxSpec(("cat",), stdin=stdin, listen_port=port, stdout=log, timeout_s=60)
+        process = await make_sandbox(SandboxConfig(kind=kind)).launch(spec)
+        process.go()
+        assert (await process.wait()).returncode == 0
+        return log.read_text()
+
+    assert asyncio.run(inner(text)) == text
+    assert asyncio.run(inner(None)) == ""
+
+
 def test_a_killed_sandbox_is_an_infrastructure_failure(mark):
     """kill -9 of the sandbox program from outside: not an exit code of the command, and nothing lives on."""
 
