@@ -20,6 +20,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 import pipeline
 from pipeline.config import Config, UserError
+from pipeline.harness.base import register
 
 CONFIG_DIR = Path(pipeline.__file__).parents[1] / "conf"
 JOBS_MODULE = "pipeline.launch.jobs"
@@ -33,6 +34,7 @@ class Job:
     summary: str
     function: str  # takes a Config and returns an exit code; of JOBS_MODULE unless it is module:function
     group: str = ""  # the configuration group that `--some-key value` means
+    words: str = ""  # what it takes before its settings, for the usage; its function gets them as a second argument
 
 
 JOBS: dict[str, Job] = {
@@ -49,6 +51,11 @@ JOBS: dict[str, Job] = {
         "the capture proxy by itself: --llm-url http://host:8000 (docs/capture.md)",
         "pipeline.capture.proxy:run",
         "proxy",
+    ),
+    "harness": Job(
+        "list, install, lock or check coding agents (docs/harnesses.md)",
+        "pipeline.launch.harnesses:run",
+        words="list | install NAME… | check NAME… [--all] | lock NAME…",
     ),
     "check": Job("look at every setting and every task without starting anything", "check"),
 }
@@ -126,14 +133,18 @@ def _run(given: list[str]) -> int:
     if job is None:
         raise UserError(f"unknown job {given[0]!r}; one of: {', '.join(JOBS)}")
     if "--help" in given or "-h" in given:
-        print(f"yoke {given[0]}: {job.summary}\n\n{usage()}")
+        print(f"yoke {given[0]} {job.words}: {job.summary}\n\n{usage()}")
         return 0
     words = [word for word in given[1:] if word != "--cfg"]
     overrides = flags_as_overrides(words, job.group) if job.group else words
+    if job.words:
+        overrides = [word for word in words if "=" in word]
     if "--cfg" in given:
         print(OmegaConf.to_yaml(_compose_or_complain(overrides)), end="")
         return 0
-    return _function(job)(compose_config(overrides))
+    config = compose_config(overrides)
+    register(config.harness.recipes)
+    return _function(job)(config, *([[word for word in words if "=" not in word]] if job.words else []))
 
 
 def flags_as_overrides(words: Sequence[str], group: str) -> list[str]:
@@ -166,7 +177,7 @@ def _compose_or_complain(overrides: Sequence[str]) -> DictConfig:
         raise UserError(_first_lines(error)) from error
 
 
-def _function(job: Job) -> Callable[[Config], int]:
+def _function(job: Job) -> Callable[..., int]:
     module, _, name = job.function.rpartition(":")
-    function: Callable[[Config], int] = getattr(importlib.import_module(module or JOBS_MODULE), name)
+    function: Callable[..., int] = getattr(importlib.import_module(module or JOBS_MODULE), name)
     return function

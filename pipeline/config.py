@@ -93,7 +93,8 @@ class HarnessConfig:
 
     timeout_s: float = 120.0
     retries: int = 2  # for infrastructure failures only
-    home: str | None = None  # where harnesses are installed; null = ~/.cache/yoke/harnesses
+    home: str | None = None  # where harnesses are installed; null = $YOKE_HOME/harnesses, or ~/.cache/yoke/harnesses
+    recipes: list[str] = field(default_factory=list)  # more harnesses: path/to/file.py or package.module
     sampling: SessionPolicy = field(default_factory=SessionPolicy)
 
 

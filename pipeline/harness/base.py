@@ -8,23 +8,46 @@ from __future__ import annotations
 
 import importlib
 import importlib.metadata
+import importlib.util
 import json
+import os
+import shutil
 import string
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from pipeline.config import UserError
-from pipeline.harness.node import find_node
+from pipeline.harness.packages import NODE_INSIDE, Mount, Packaging
 
-NODE_INSIDE = "/opt/node/bin/node"
-DEFAULT_ROOT = Path("~/.cache/yoke/harnesses")
+HOME_VARIABLE = "YOKE_HOME"
 ENTRY_POINTS = "yoke.harnesses"  # other packages' recipes: name = "package.module:RECIPE"
+RUNNERS = Path(__file__).parent / "runners"  # small programs for harnesses that are libraries
+RUNNERS_INSIDE = "/opt/runners"
 BUILT_IN = {
-    "pi": "pipeline.harness.pi:RECIPE",
     "claude-code": "pipeline.harness.claude_code:RECIPE",
+    "pi": "pipeline.harness.pi:RECIPE",
 }
+_registered: dict[str, str] = {}  # by `register`
+
+
+def harness_root(configured: str | None = None) -> Path:
+    """Where harnesses are installed: as configured, else $YOKE_HOME/harnesses, else ~/.cache/yoke/harnesses."""
+    home = Path(os.environ.get(HOME_VARIABLE) or "~/.cache/yoke")
+    return (Path(configured) if configured else home / "harnesses").expanduser().absolute()
+
+
+@dataclass(frozen=True)
+class Endpoint:
+    """The model as a harness is told of it. ``base_url`` is ``http://host:port``."""
+
+    base_url: str
+    key: str
+    model: str
+    context_tokens: int = 200_000  # what a prompt and its answer may hold together
+    max_tokens: int = 8192  # of one answer
 
 
 @dataclass(frozen=True)
@@ -35,52 +58,102 @@ class HarnessLaunch:
     env: dict[str, str]
     home_files: dict[str, str]
     read_only: tuple[Path, ...]
-    mounts: tuple[tuple[Path, str, bool], ...]
+    mounts: tuple[Mount, ...]
+    stdin: str | None
+
+
+@dataclass(frozen=True)
+class Action:
+    """What a scripted model answers to make this harness do something: a tool call, or ``text``.
+
+    Strings in ``arguments`` and ``text`` are templates with the words that the recipe's field names.
+    """
+
+    tool: str = ""
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    text: str = ""
+
+    def filled(self, **words: str) -> Action:
+        """With its templates filled in; text that is JSON gets its words escaped."""
+        escaped = {key: json.dumps(word)[1:-1] for key, word in words.items()}
+        text = _filled(self.text, escaped if self.text.startswith("{") else words)
+        return Action(self.tool, _filled(self.arguments, words), text)
 
 
 @dataclass(frozen=True)
 class HarnessRecipe:
     """One harness at one version.
 
-    ``argv``, ``env`` and ``home_files`` (path below HOME → text, or an object written as JSON) are templates with
-    ``$base_url`` (without /v1), ``$key``, ``$model``, ``$prompt``, ``$prefix`` (of the installation, inside) and
-    ``$node``. ``dialect`` is the model API that it speaks. ``warm_up``: a trial run at installation fills the compile
-    cache at $prefix/compile-cache.
+    ``argv``, ``env``, ``home_files`` (path below HOME → text, or an object written as JSON) and ``stdin`` are templates
+    with ``$base_url`` (without /v1), ``$key``, ``$model``, ``$prompt``, ``$context_tokens``, ``$max_tokens``,
+    ``$prefix`` (of the installation, inside), ``$node`` and ``$runners``.
     """
 
     name: str
-    package: str
     version: str
-    dialect: str
+    dialect: str  # the model API that it speaks: chat | responses | anthropic | gemini
+    packaging: Packaging
     argv: tuple[str, ...]
     env: Mapping[str, str]
     home_files: Mapping[str, Any] = field(default_factory=dict)
-    needs_node: bool = True
-    warm_up: bool = False
+    stdin: str | None = None
+    programs: tuple[str, ...] = ()  # of the system, which no package brings
+    installation: str = ""  # of another recipe that it shares; "" = its own
+    warm_up: bool = False  # a trial run at installation fills the compile cache at $prefix/compile-cache
+    exit_codes: Mapping[int, str] = field(default_factory=dict)  # what it means by them: call_budget, agent_crash …
+    loop_guard: str = ""  # regular expression in its output when its own guard against loops ended the run
+    tool_log: str = ""  # regular expression that its output holds once for each tool call
+    limits: Mapping[str, str] = field(default_factory=dict)  # those that it honours: turns, retries … → how to set them
+    # what a scripted model must answer; see Action
+    shell: Action = Action()  # run $command
+    finish: tuple[Action, ...] = (Action(text="Done."),)  # end the run
+    subagent: Action | None = None  # hand $prompt to a sub-agent
+    compacts: bool = False  # it compacts its history when the context is nearly full
 
     @property
     def prefix(self) -> str:
         """Where the installation lies in the sandbox."""
-        return f"/opt/harness/{self.name}"
+        return f"/opt/harness/{self.installed_as}"
 
-    def launch(self, base_url: str, key: str, model_name: str, prompt: str, home: Path) -> HarnessLaunch:
-        """The command that gives ``prompt`` to the harness installed below ``home`` and points it at ``base_url``.
+    @property
+    def installed_as(self) -> str:
+        """The name of its installation."""
+        return self.installation or self.name
 
-        ``base_url`` is ``http://host:port``. Raises UserError when Node is needed and missing.
+    def launch(self, endpoint: Endpoint, prompt: str, root: Path) -> HarnessLaunch:
+        """The command that gives ``prompt`` to the harness installed below ``root`` and points it at ``endpoint``.
+
+        Raises UserError when there is no Node for it.
         """
-        words = {"base_url": base_url, "key": key, "model": model_name, "prompt": prompt}
-        words |= {"prefix": self.prefix, "node": NODE_INSIDE}
+        prefix = root / self.installed_as
+        words = {name: str(value) for name, value in vars(endpoint).items()}
+        words |= {"prompt": prompt, "prefix": self.prefix, "node": NODE_INSIDE, "runners": RUNNERS_INSIDE}
         files = {path: _filled(content, words) for path, content in self.home_files.items()}
-        mounts = [(home.expanduser() / self.name, self.prefix, False)]
-        if self.needs_node:
-            mounts.append((find_node().binary, NODE_INSIDE, False))
+        runners = ((RUNNERS, RUNNERS_INSIDE, False),) if any("$runners" in word for word in self.argv) else ()
         return HarnessLaunch(
             argv=tuple(_filled(word, words) for word in self.argv),
             env={name: _filled(value, words) for name, value in self.env.items()},
             home_files={path: c if isinstance(c, str) else json.dumps(c, indent=2) + "\n" for path, c in files.items()},
             read_only=(),
-            mounts=tuple(mounts),
+            mounts=((prefix, self.prefix, False), *runners, *self.packaging.runtime(prefix)),
+            stdin=None if self.stdin is None else _filled(self.stdin, words),
         )
+
+    def check_installed(self, root: Path) -> None:
+        """Raises UserError, in one line that says what to do, unless the pinned version can run from ``root``."""
+        found = self.packaging.version(root / self.installed_as)
+        if found != self.version:
+            there = "is not installed" if found is None else f"is needed, but {found} is installed,"
+            raise UserError(f"{self.name} {self.version} {there} in {root}: yoke harness install {self.name}")
+        if missing := self.missing():
+            raise UserError(f"{self.name} cannot run here: {missing}")
+
+    def missing(self) -> str | None:
+        """What the machine lacks to install or run it, in one line; None if nothing."""
+        absent = [program for program in self.programs if shutil.which(program) is None]
+        if absent:
+            return f"no {' and no '.join(absent)}, which no package brings: install it from your system's packages"
+        return self.packaging.missing()
 
 
 def _filled(value: Any, words: Mapping[str, str]) -> Any:
@@ -95,19 +168,69 @@ def _filled(value: Any, words: Mapping[str, str]) -> Any:
 
 
 def harness_names() -> list[str]:
-    """Every harness that can be asked for, those of other installed packages included."""
-    return sorted({*BUILT_IN, *_of_others()})
+    """Every harness that can be asked for, registered ones and those of other installed packages included."""
+    return sorted({*BUILT_IN, *_registered, *_of_others()})
 
 
 def get_harness(name: str) -> HarnessRecipe:
     """The recipe of ``name``. Raises UserError, listing the known names."""
-    place = {**_of_others(), **BUILT_IN}.get(name)
+    return load_with_module(name)[1]
+
+
+def load_with_module(name: str) -> tuple[ModuleType, HarnessRecipe]:
+    """The recipe of ``name`` and the module that it lies in. Raises UserError, listing the known names."""
+    return _load(_place(name))
+
+
+def locks_of(name: str) -> Path | None:
+    """The directory of the lock of ``name``, ``locks/<name>`` beside its recipe; None where there is none."""
+    module, recipe = load_with_module(name)
+    folder = lock_place(module, recipe)
+    return folder if folder.is_dir() else None
+
+
+def lock_place(module: ModuleType, recipe: HarnessRecipe) -> Path:
+    """Where the lock of ``recipe`` belongs."""
+    assert module.__file__ is not None
+    return Path(module.__file__).parent / "locks" / recipe.installed_as
+
+
+def register(places: Iterable[str]) -> None:
+    """Add recipes by place: ``path/to/file.py`` or ``package.module``, each with ``:NAME`` if not RECIPE.
+
+    Raises UserError when there is no recipe.
+    """
+    for place in places:
+        recipe = _load(place)[1]
+        _registered[recipe.name] = place
+
+
+def _place(name: str) -> str:
+    place = {**_of_others(), **_registered, **BUILT_IN}.get(name)
     if place is None:
         raise UserError(f"unknown harness {name!r}; known: {', '.join(harness_names())}")
-    module, _, attribute = place.partition(":")
-    recipe = getattr(importlib.import_module(module), attribute)
-    assert isinstance(recipe, HarnessRecipe)
-    return recipe
+    return place
+
+
+def _load(place: str) -> tuple[ModuleType, HarnessRecipe]:
+    source, _, attribute = place.partition(":")
+    try:
+        module = _module_of_file(Path(source)) if source.endswith(".py") else importlib.import_module(source)
+        recipe = getattr(module, attribute or "RECIPE")
+    except (ImportError, OSError, AttributeError, SyntaxError) as error:
+        raise UserError(f"no harness recipe at {place}: {error}") from None
+    if not isinstance(recipe, HarnessRecipe):
+        raise UserError(f"{place} is no HarnessRecipe")
+    return module, recipe
+
+
+def _module_of_file(path: Path) -> ModuleType:
+    path = path.expanduser().absolute()
+    spec = importlib.util.spec_from_file_location(f"yoke_harness_{path.stem}", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 def _of_others() -> dict[str, str]:

@@ -1,12 +1,13 @@
 """Claude Code with `--bare`: three tools (Bash, Edit, Read), a short prompt, Anthropic Messages. A native program."""
 
-from pipeline.harness.base import HarnessRecipe
+from pipeline.harness.base import Action, HarnessRecipe
+from pipeline.harness.packages import Npm
 
 RECIPE = HarnessRecipe(
     name="claude-code",
-    package="@anthropic-ai/claude-code",
     version="2.1.332",
     dialect="anthropic",
+    packaging=Npm("@anthropic-ai/claude-code", native=True),
     argv=(
         "$prefix/node_modules/.bin/claude",
         *("-p", "$prompt", "--bare", "--dangerously-skip-permissions", "--output-format", "stream-json", "--verbose"),
@@ -29,5 +30,6 @@ RECIPE = HarnessRecipe(
         "DISABLE_ERROR_REPORTING": "1",
         "DISABLE_BUG_COMMAND": "1",
     },
-    needs_node=False,
+    tool_log=r'"type":"tool_use"',
+    shell=Action("Bash", {"command": "$command", "description": "run a command"}),
 )

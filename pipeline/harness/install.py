@@ -1,4 +1,4 @@
-"""Installs harnesses, each below its own directory, from the committed lock files: exact versions, checked by hash.
+"""Installs harnesses, each below its own directory, from lock files: exact versions, checked by hash.
 
 ``python -m pipeline.harness.install [--root DIR] NAME...``; without names, every harness.
 """
@@ -7,84 +7,79 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 import os
-import shutil
-import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
 
 from pipeline.config import UserError
-from pipeline.harness.base import DEFAULT_ROOT, HarnessRecipe, get_harness, harness_names
-from pipeline.harness.node import find_node
+from pipeline.harness.base import HarnessRecipe, get_harness, harness_names, harness_root, locks_of
 from pipeline.harness.warm import warm_up
 
-LOCKS = Path(__file__).parent / "locks"
-INSTALL_S = 900.0
 MARKER = "installed.json"
 
+logger = logging.getLogger(__name__)
 
-def install(names: Iterable[str], root: Path = DEFAULT_ROOT) -> None:
+
+def install(names: Iterable[str], root: Path, tell: Callable[[str], None] = lambda line: None) -> dict[str, str]:
     """Install what is not yet there at its pinned version. Two at once are safe: the first to finish is kept.
 
-    Raises UserError for an unknown name and when npm fails (with its last lines).
+    One that fails does not keep the others from being installed. Returns why, by name: what the machine lacks, or the
+    installer's last lines. ``tell`` gets a line for each harness. Raises UserError for an unknown name.
     """
+    failures = {}
     for recipe in [get_harness(name) for name in names]:
-        if not installed(recipe.name, root):
-            _install(recipe, root.expanduser())
+        try:
+            tell(f"{recipe.name} {recipe.version}: {_provide(recipe, root)}")
+        except UserError as error:
+            failures[recipe.name] = str(error)
+            tell(f"{recipe.name} {recipe.version}: NOT installed: {error}")
+    return failures
 
 
-def installed(name: str, root: Path = DEFAULT_ROOT) -> bool:
-    """Whether the harness lies below ``root`` at the version that its recipe pins."""
+def _provide(recipe: HarnessRecipe, root: Path) -> str:
+    if missing := recipe.missing():
+        raise UserError(missing)
+    if installed(recipe.name, root):
+        return f"is installed in {root / recipe.installed_as}"
+    _install(recipe, root)
+    return f"installed in {root / recipe.installed_as}"
+
+
+def installed(name: str, root: Path) -> bool:
+    """Whether the harness lies below ``root``, whole and at the version that its recipe pins."""
     recipe = get_harness(name)
-    prefix = root.expanduser() / name
-    with suppress(OSError, ValueError):
+    prefix = root / recipe.installed_as
+    with suppress(OSError, ValueError, KeyError):
         marker = json.loads((prefix / MARKER).read_text())
-        package = json.loads((prefix / "node_modules" / recipe.package / "package.json").read_text())
-        return bool(marker["version"] == package["version"] == recipe.version)
+        return bool(marker["version"] == recipe.packaging.version(prefix) == recipe.version)
     return False
 
 
 def _install(recipe: HarnessRecipe, root: Path) -> None:
     root.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=root, prefix=f".{recipe.name}-") as scratch:
-        prefix = Path(scratch) / recipe.name
+    lock = locks_of(recipe.name)
+    if lock is None:
+        logger.warning("%s has no lock: all that it needs is taken at today's newest version", recipe.name)
+    with tempfile.TemporaryDirectory(dir=root, prefix=f".{recipe.installed_as}-", ignore_cleanup_errors=True) as draft:
+        prefix = Path(draft) / recipe.installed_as
         prefix.mkdir()
-        for file in ("package.json", "package-lock.json"):
-            shutil.copy(LOCKS / recipe.name / file, prefix)
-        _npm_ci(prefix)
+        recipe.packaging.install(prefix, recipe.version, lock)
         if recipe.warm_up:
-            warm_up(recipe, Path(scratch))
-        (prefix / MARKER).write_text(json.dumps({"name": recipe.name, "version": recipe.version}) + "\n")
-        _publish(prefix, root / recipe.name, Path(scratch) / "old")
+            warm_up(recipe, Path(draft))
+        (prefix / MARKER).write_text(json.dumps({"name": recipe.installed_as, "version": recipe.version}) + "\n")
+        _publish(recipe, prefix, root / recipe.installed_as, Path(draft) / "old")
     if not installed(recipe.name, root):
-        raise UserError(f"npm ended well, but {root / recipe.name} does not hold {recipe.package} {recipe.version}")
+        wanted = f"{recipe.packaging.package} {recipe.version}"
+        raise UserError(f"the installer ended well, but {root / recipe.installed_as} holds no {wanted}")
 
 
-def _npm_ci(prefix: Path) -> None:
-    node = find_node()
-    argv = [str(node.binary), str(node.npm), "ci", "--no-audit", "--no-fund", "--prefer-offline"]
-    path = f"{node.binary.parent}:{os.environ.get('PATH', '/usr/bin:/bin')}"
-    done = subprocess.run(
-        argv,
-        cwd=prefix,
-        env={**os.environ, "PATH": path},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=INSTALL_S,
-        check=False,
-    )
-    if done.returncode:
-        lines = "\n".join(done.stdout.strip().splitlines()[-8:])
-        raise UserError(f"npm ci failed (exit {done.returncode}) for {prefix.name}; its last lines:\n{lines}")
-
-
-def _publish(prefix: Path, place: Path, old: Path) -> None:
+def _publish(recipe: HarnessRecipe, prefix: Path, place: Path, old: Path) -> None:
     """Put a finished installation into place of an older one, or leave an equal one of another installer."""
-    if not installed(place.name, place.parent):
+    if not installed(recipe.name, place.parent):
         with suppress(FileNotFoundError):
             os.rename(place, old)
     with suppress(OSError):  # not empty: another installer was faster
@@ -95,16 +90,14 @@ def main(argv: list[str] | None = None) -> int:
     """The command line. Returns the exit code."""
     parser = argparse.ArgumentParser(prog="python -m pipeline.harness.install", description=__doc__)
     parser.add_argument("names", nargs="*", default=harness_names())
-    parser.add_argument("--root", type=Path, default=DEFAULT_ROOT)
+    parser.add_argument("--root", type=Path, default=None)
     options = parser.parse_args(argv)
     try:
-        install(options.names, options.root)
+        failures = install(options.names, harness_root(options.root), print)
     except UserError as error:
         print(error, file=sys.stderr)
         return 2
-    for name in options.names:
-        print(f"{name} {get_harness(name).version}: {options.root.expanduser() / name}")
-    return 0
+    return 2 if failures else 0
 
 
 if __name__ == "__main__":

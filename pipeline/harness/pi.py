@@ -1,12 +1,13 @@
 """Pi: four tools (read, bash, edit, write), a short prompt, Chat Completions."""
 
-from pipeline.harness.base import HarnessRecipe
+from pipeline.harness.base import Action, HarnessRecipe
+from pipeline.harness.packages import Npm
 
 RECIPE = HarnessRecipe(
     name="pi",
-    package="@earendil-works/pi-coding-agent",
     version="1.6.0",
     dialect="chat",
+    packaging=Npm("@earendil-works/pi-coding-agent"),
     argv=(
         "$node",
         "$prefix/node_modules/@earendil-works/pi-coding-agent/dist/bundle/cli.js",
@@ -42,4 +43,5 @@ RECIPE = HarnessRecipe(
         }
     },
     warm_up=True,
+    shell=Action("bash", {"command": "$command"}),
 )

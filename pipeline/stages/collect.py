@@ -31,8 +31,7 @@ from pipeline.capture.control import UPSTREAM_KEY
 from pipeline.capture.supervisor import ShardSupervisor
 from pipeline.capture.text import api_base, trusts_environment
 from pipeline.config import Config, UserError
-from pipeline.harness.base import DEFAULT_ROOT, get_harness
-from pipeline.harness.install import installed
+from pipeline.harness.base import get_harness, harness_root
 from pipeline.records import GroupSpec, Outcome, RolloutRecord, Trace
 from pipeline.sandbox.base import make_sandbox
 from pipeline.stages.rollout import Workshop
@@ -173,7 +172,7 @@ async def _workshop(config: Config, url: str) -> AsyncIterator[Workshop]:
         )  # fmt: skip
         try:
             await supervisor.start()
-            home = Path(config.harness.home or DEFAULT_ROOT)
+            home = harness_root(config.harness.home)
             yield Workshop(make_sandbox(config.sandbox), supervisor, config.harness, Path(scratch), home)
         finally:
             await supervisor.stop()
@@ -238,13 +237,7 @@ def _settings_of(out: Path) -> str:
 
 def _check(config: Config, harness: str) -> None:
     """Raises UserError for what cannot work."""
-    recipe = get_harness(harness)
-    home = Path(config.harness.home or DEFAULT_ROOT).expanduser()
-    if not installed(harness, home):
-        raise UserError(
-            f"harness {harness} {recipe.version} is not installed in {home}: "
-            f"python -m pipeline.harness.install {harness}"
-        )
+    get_harness(harness).check_installed(harness_root(config.harness.home))
     if config.collect.rollouts < 1:
         raise UserError(f"collect.rollouts={config.collect.rollouts} must be at least 1")
     if config.collect.upstream_url is None and (harness != SCRIPTED_HARNESS or config.tasks.kind != "generated"):

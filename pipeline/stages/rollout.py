@@ -22,7 +22,7 @@ from pipeline.capture.shard_process import CaptureError
 from pipeline.capture.supervisor import ShardSupervisor
 from pipeline.config import HarnessConfig
 from pipeline.engine.server import SERVED_MODEL_NAME
-from pipeline.harness.base import get_harness
+from pipeline.harness.base import Endpoint, get_harness
 from pipeline.records import GroupSpec, Outcome, PolicyVersion, RolloutRecord, Trace, Verdict
 from pipeline.sandbox.base import Sandbox, SandboxError, SandboxExit, SandboxSpec
 from pipeline.stages.verification import WorkspaceTooLarge, remove_tree, snapshot, verify
@@ -41,6 +41,7 @@ class Workshop:
     harness: HarnessConfig
     scratch: Path  # node-local
     harness_home: Path
+    context_tokens: int = 200_000  # that the engine takes, prompt and answer together
     counters: Counter[str] = field(default_factory=Counter)
     engine_trouble_since: Callable[[float], bool] = lambda moment: False  # monotonic clock
     snapshots: Path | None = None  # keep each workspace here, so that verification can be done again
@@ -95,9 +96,15 @@ class Workshop:
         self, spec: GroupSpec, task: HarborTask, session: str, place: Path, timeout_s: float
     ) -> _Done:
         recipe = get_harness(spec.harness)
-        launch = recipe.launch(
-            f"http://127.0.0.1:{INSIDE_PORT}", session, SERVED_MODEL_NAME, task.instruction, self.harness_home
+        recipe.check_installed(self.harness_home)
+        endpoint = Endpoint(
+            f"http://127.0.0.1:{INSIDE_PORT}",
+            session,
+            SERVED_MODEL_NAME,
+            self.context_tokens,
+            self.harness.sampling.max_tokens,
         )
+        launch = recipe.launch(endpoint, task.instruction, self.harness_home)
         process = await self.sandbox.launch(
             SandboxSpec(
                 argv=launch.argv,
@@ -106,6 +113,7 @@ class Workshop:
                 home_files=launch.home_files,
                 read_only=launch.read_only,
                 mounts=launch.mounts,
+                stdin=launch.stdin,
                 listen_port=INSIDE_PORT,
                 stdout=place / "output",
                 timeout_s=min(timeout_s, task.agent_timeout_s),

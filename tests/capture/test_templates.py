@@ -41,7 +41,7 @@ from pipeline.config import EngineConfig, ModelConfig, SandboxConfig, SessionPol
 from pipeline.engine.server import SERVED_MODEL_NAME, EngineServer
 from pipeline.engine.transfer import set_version
 from pipeline.harness import get_harness
-from pipeline.harness.base import DEFAULT_ROOT
+from pipeline.harness.base import Endpoint, harness_root
 from pipeline.harness.install import install
 from pipeline.records import PolicyVersion, Trace
 from pipeline.sandbox import SandboxSpec, make_sandbox
@@ -524,7 +524,7 @@ HARNESS_CALLS = {
 @pytest.mark.parametrize("name", HARNESS_CALLS)
 def test_eight_calls_of_a_real_harness_are_one_row(name: str, engine_url: str, tmp_path: Path) -> None:
     """The harness re-serialises what the model spelt; the trace must not notice."""
-    install([name], DEFAULT_ROOT)
+    install([name], harness_root())
     (tmp_path / "workspace").mkdir()
     log = tmp_path / "log"
 
@@ -549,7 +549,9 @@ def test_eight_calls_of_a_real_harness_are_one_row(name: str, engine_url: str, t
 
 async def run_harness(name: str, supervisor: ShardSupervisor, workspace: Path, log: Path) -> Trace:
     """One session of an unmodified harness in a sandbox."""
-    launch = get_harness(name).launch("http://127.0.0.1:8000", "key-1", "policy", "Say some words.", DEFAULT_ROOT)
+    launch = get_harness(name).launch(
+        Endpoint("http://127.0.0.1:8000", "key-1", "policy"), "Say some words.", harness_root()
+    )
     spec = SandboxSpec(**vars(launch), workspace=workspace, listen_port=8000, stdout=log, timeout_s=60)
     process = await make_sandbox(SandboxConfig()).launch(spec)
     await supervisor.open_session("key-1", SessionPolicy(max_tokens=100), process.listener)

@@ -11,7 +11,7 @@ import pytest
 
 from pipeline.config import SandboxConfig
 from pipeline.harness import get_harness
-from pipeline.harness.base import DEFAULT_ROOT
+from pipeline.harness.base import Endpoint, harness_root
 from pipeline.harness.install import install
 from pipeline.sandbox import SandboxExit, SandboxSpec, make_sandbox
 
@@ -23,12 +23,12 @@ KEYS = {"chat": ("authorization", "Bearer key-1"), "anthropic": ("x-api-key", "k
 def run(name: str, kind: str, server, folder: Path, **env: str) -> tuple[SandboxExit, Path, str]:
     """Run the harness on PROMPT. Returns the exit, the workspace and the log."""
     recipe = get_harness(name)
-    install([name], DEFAULT_ROOT)
+    install([name], harness_root())
     workspace, log = folder / "workspace", folder / "log"
     workspace.mkdir(parents=True)
 
     async def inner() -> SandboxExit:
-        launch = recipe.launch("http://127.0.0.1:8000", "key-1", "a/model", PROMPT, DEFAULT_ROOT)
+        launch = recipe.launch(Endpoint("http://127.0.0.1:8000", "key-1", "a/model"), PROMPT, harness_root())
         launch = dataclasses.replace(launch, env={**launch.env, **env})
         spec = SandboxSpec(**vars(launch), workspace=workspace, listen_port=8000, stdout=log, timeout_s=60)
         process = await make_sandbox(SandboxConfig(kind=kind)).launch(spec)

@@ -15,7 +15,7 @@ import pytest
 
 from pipeline.cli import compose_config
 from pipeline.config import Config, UserError
-from pipeline.harness.base import DEFAULT_ROOT
+from pipeline.harness.base import harness_root
 from pipeline.harness.install import installed
 from pipeline.records import Outcome, PolicyVersion, RolloutRecord, Verdict
 from pipeline.stages.collect import TeacherServer, as_it_should, collect, recording_path, run_collect
@@ -24,7 +24,7 @@ from pipeline.tasks.harbor import load_tasks
 from pipeline.tasks.teacher import Teacher, conversation
 
 ROOT = Path(__file__).resolve().parents[2]
-needs_pi = pytest.mark.skipif(not installed("pi", Path(DEFAULT_ROOT).expanduser()), reason="Pi is not installed")
+needs_pi = pytest.mark.skipif(not installed("pi", harness_root()), reason="Pi is not installed")
 
 
 def settings(run_dir: Path, *words: str) -> Config:

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 
 from pipeline.cli import compose_config
 from pipeline.config import Config, UserError
-from pipeline.harness.base import DEFAULT_ROOT
+from pipeline.harness.base import harness_root
 from pipeline.harness.install import installed
 from pipeline.stages import sft
 from pipeline.stages.collect import recording_path, run_collect
@@ -53,7 +53,7 @@ BASH = {
     },
 }
 
-needs_pi = pytest.mark.skipif(not installed("pi", Path(DEFAULT_ROOT).expanduser()), reason="Pi is not installed")
+needs_pi = pytest.mark.skipif(not installed("pi", harness_root()), reason="Pi is not installed")
 
 
 @pytest.fixture(scope="module")
