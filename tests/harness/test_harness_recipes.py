@@ -11,7 +11,7 @@ import pytest
 
 from pipeline.config import UserError
 from pipeline.harness import get_harness, harness_names
-from pipeline.harness.base import locks_of
+from pipeline.harness.base import Endpoint, locks_of
 from pipeline.harness.install import install, installed
 
 ROOT = Path("/somewhere/harnesses")
