@@ -48,7 +48,13 @@ class SandboxSpec:
 @dataclass(frozen=True)
 class SandboxExit:
     """How the command ended. ``returncode`` is None when it was stopped: by its time limit (``timed_out``), or by
-    ``killed`` = "memory" | "processes" (its limits) | "asked" (``kill()``). Memory is sampled (PSS)."""
+    ``killed`` = "memory" | "processes" (its limits) | "asked" (``kill()``). Memory is sampled (PSS).
+
+    ``cpu_s``: user and system time of everything that ran inside, in steps of 10 ms. It is the kernel's own sum where
+    the sandbox was stopped or is a plain process. Where a command in bubblewrap ended by itself, processes that it had
+    not waited for count up to the last sample, 0.1 s before their end; so does all of it, should the machine's init
+    have forgotten the sandbox before it was asked.
+    """
 
     returncode: int | None
     timed_out: bool
@@ -56,6 +62,7 @@ class SandboxExit:
     wall_s: float
     peak_memory_mb: float
     peak_processes: int
+    cpu_s: float = 0.0
 
 
 class SandboxProcess(Protocol):

@@ -106,7 +106,7 @@ class BubblewrapSandbox:
             return RunningSandbox(
                 popen,
                 leader,
-                TreeWatch(lambda: _open_proc(pid), listed, self._config.memory_mb, self._config.processes),
+                self._watch(pid, log),
                 stop=signal.SIGKILL,
                 timeout_s=spec.timeout_s,
                 held=held,
@@ -117,6 +117,13 @@ class BubblewrapSandbox:
         except BaseException:
             held.close()
             raise
+
+    def _watch(self, pid: int, log: Log) -> TreeWatch:
+        limits = self._config.memory_mb, self._config.processes
+        try:
+            return TreeWatch(lambda: _open_proc(pid), listed, os.open(f"/proc/{pid}/stat", os.O_RDONLY), *limits)
+        except FileNotFoundError:
+            raise SandboxError(f"the sandbox could not be built: {log.tail()}") from None
 
     def _start(self, spec: SandboxSpec, ends: _Ends, given: ExitStack, log: Log) -> subprocess.Popen[bytes]:
         theirs = ends.theirs.fileno()

@@ -125,7 +125,7 @@ class ProcessSandbox:
             return RunningSandbox(
                 popen,
                 leader,
-                TreeWatch(_open_proc, lambda proc: descendants(proc, popen.pid), *limits),
+                TreeWatch(_open_proc, lambda proc: descendants(proc, popen.pid), _open_stat(popen.pid), *limits),
                 stop=signal.SIGTERM,
                 timeout_s=spec.timeout_s,
                 held=held,
@@ -187,3 +187,7 @@ def _translated(text: str, places: dict[str, str]) -> str:
 
 def _open_proc() -> int:
     return os.open("/proc", os.O_RDONLY | os.O_DIRECTORY)
+
+
+def _open_stat(pid: int) -> int:
+    return os.open(f"/proc/{pid}/stat", os.O_RDONLY)

@@ -117,6 +117,7 @@ class RunningSandbox:
             except asyncio.CancelledError:
                 self.kill()
                 raise
+            self._watch.count_cpu()  # before pid 1 inside is gone
             self._signal()
             self._exit = await self._finish(timed_out=not ended and self._killed is None)
             self._close()
@@ -129,17 +130,20 @@ class RunningSandbox:
         for fd, what in ((self._leader, "the processes inside"), (self._own, "the sandbox program")):
             if not await readable(fd, DEATH_S):
                 return SandboxError(f"{what} did not end within {DEATH_S:.0f} s of SIGKILL (pid {self._popen.pid})")
-        returncode = self._popen.wait()
+        self._watch.count_cpu()
+        _, status, usage = os.wait4(self._popen.pid, 0)
+        self._popen.returncode = os.waitstatus_to_exitcode(status)
         stopped = timed_out or self._killed is not None
         if not stopped and (complaint := self._complaint()):
             return SandboxError(complaint)
         return SandboxExit(
-            returncode=None if stopped else returncode,
+            returncode=None if stopped else self._popen.returncode,
             timed_out=timed_out,
             killed=self._killed,
             wall_s=wall,
             peak_memory_mb=self._watch.peak_memory_mb,
             peak_processes=self._watch.peak_processes,
+            cpu_s=round(max(self._watch.cpu_s, usage.ru_utime + usage.ru_stime), 2),
         )
 
     def _close(self) -> None:

@@ -1,4 +1,7 @@
-"""Memory and process limits of a whole sandbox, sampled from /proc; proportional set size only when it can matter."""
+"""Memory and process limits of a whole sandbox and the CPU time it used, sampled from /proc.
+
+Proportional set sizes are read only when they can matter.
+"""
 
 from __future__ import annotations
 
@@ -6,26 +9,52 @@ import contextlib
 import os
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 
 INTERVAL_S = 0.1
 PSS_INTERVAL_S = 0.5
 PAGE = os.sysconf("SC_PAGE_SIZE")
+TICKS = os.sysconf("SC_CLK_TCK")
+STAT_BYTES = 4096  # more than any file that is read here has
+
+
+@dataclass(frozen=True)
+class Stat:
+    """Of one process: CPU time with that of the children it has waited for, threads, resident bytes."""
+
+    cpu_s: float
+    threads: int
+    rss: int
+
+    @classmethod
+    def parse(cls, text: bytes) -> Stat:
+        """From /proc/PID/stat (proc_pid_stat(5)): fields 14 to 17, 20 and 24, behind a name that may hold anything."""
+        fields = text[text.rindex(b")") + 2 :].split()
+        return cls(sum(int(ticks) for ticks in fields[11:15]) / TICKS, int(fields[17]), int(fields[21]) * PAGE)
 
 
 class TreeWatch:
     """``open_proc`` gives a descriptor of a /proc directory (None: not yet), ``pids`` the processes to count in it.
+    ``root`` is an open /proc/PID/stat of the process that inherits orphans of theirs; it is closed with the watch.
 
     The sum of resident set sizes counts shared pages more than once, so it bounds the true use (the sum of proportional
     set sizes) from above: the dear figure is read when the cheap one is over the limit or has grown.
     """
 
     def __init__(
-        self, open_proc: Callable[[], int | None], pids: Callable[[int], list[str]], memory_mb: int, processes: int
+        self,
+        open_proc: Callable[[], int | None],
+        pids: Callable[[int], list[str]],
+        root: int,
+        memory_mb: int,
+        processes: int,
     ) -> None:
         self.peak_memory_mb = 0.0
         self.peak_processes = 0
+        self.cpu_s = 0.0
         self._open_proc = open_proc
         self._pids = pids
+        self._root = root
         self._memory = memory_mb << 20
         self._tasks = processes
         self._proc: int | None = None
@@ -43,23 +72,31 @@ class TreeWatch:
         except OSError:  # already ended
             return None
         self.peak_processes = max(self.peak_processes, len(pids))
-        if sum(self._threads(pid) for pid in pids) > self._tasks:
+        stats = {pid: self._stat(pid) for pid in pids}
+        self.count_cpu(sum(stat.cpu_s for stat in stats.values()))
+        if sum(stat.threads for stat in stats.values()) > self._tasks:
             return "processes"
-        return "memory" if self._memory_broken(pids) else None
+        return "memory" if self._memory_broken(stats) else None
 
-    def _memory_broken(self, pids: list[str]) -> bool:
-        rss = sum(self._rss(pid) for pid in pids)
+    def count_cpu(self, running_s: float = 0.0) -> None:
+        """Add up the time of the ended processes, which the root has inherited, and of the running ones."""
+        with contextlib.suppress(OSError):  # the root has ended and is forgotten
+            self.cpu_s = max(self.cpu_s, Stat.parse(os.pread(self._root, STAT_BYTES, 0)).cpu_s + running_s)
+
+    def _memory_broken(self, stats: dict[str, Stat]) -> bool:
+        rss = sum(stat.rss for stat in stats.values())
         now = time.monotonic()
         due = rss > self._highest_rss and now - self._last_pss >= PSS_INTERVAL_S
         if rss <= self._memory and not due:
             return False
         self._last_pss, self._highest_rss = now, max(rss, self._highest_rss)
-        pss = sum(self._pss(pid) for pid in pids)
+        pss = sum(self._pss(pid, stat.rss) for pid, stat in stats.items())
         self.peak_memory_mb = max(self.peak_memory_mb, round(pss / 2**20, 1))
         return pss > self._memory
 
     def close(self) -> None:
         """Let go of /proc."""
+        os.close(self._root)
         if self._proc is not None:
             os.close(self._proc)
             self._proc = None
@@ -67,25 +104,20 @@ class TreeWatch:
     def _read(self, name: str) -> bytes:
         fd = os.open(name, os.O_RDONLY, dir_fd=self._proc)
         try:
-            return os.read(fd, 4096)
+            return os.read(fd, STAT_BYTES)
         finally:
             os.close(fd)
 
-    def _threads(self, pid: str) -> int:
+    def _stat(self, pid: str) -> Stat:
         with contextlib.suppress(OSError):
-            return os.stat(f"{pid}/task", dir_fd=self._proc).st_nlink - 2
-        return 0
+            return Stat.parse(self._read(f"{pid}/stat"))
+        return Stat(0.0, 0, 0)
 
-    def _rss(self, pid: str) -> int:
-        with contextlib.suppress(OSError):
-            return int(self._read(f"{pid}/statm").split()[1]) * PAGE
-        return 0
-
-    def _pss(self, pid: str) -> int:
+    def _pss(self, pid: str, rss: int) -> int:
         try:
             return int(self._read(f"{pid}/smaps_rollup").split(b"Pss:")[1].split()[0]) << 10
         except (OSError, IndexError):  # ended, or not ours to read: the larger figure stands in
-            return self._rss(pid)
+            return rss
 
 
 def listed(proc: int) -> list[str]:

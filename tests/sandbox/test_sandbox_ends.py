@@ -236,3 +236,32 @@ async def until(condition, timeout_s: float = 10.0) -> None:
     while not condition():
         assert time.monotonic() < deadline, "the condition did not become true in time"
         await asyncio.sleep(0.02)
+
+
+BURN = "import time\nwhile time.process_time() < 0.4: pass"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "script",
+    [
+        pytest.param(f"python3 -c '{BURN}' & python3 -c '{BURN}'; wait", id="waited for"),
+        pytest.param(
+            f"(setsid python3 -c '{BURN}\nopen(\"burnt\", \"w\"); time.sleep(60)' &); python3 -c '{BURN}';"
+            "until [ -e burnt ]; do sleep 0.1; done; sleep 0.5",
+            id="left",
+        ),
+        pytest.param(f"python3 -c '{BURN}' & python3 -c '{BURN}'; wait; touch done; sleep 60", id="killed"),
+    ],
+)
+def test_cpu_time_of_all_that_ran(kind, script, tmp_path):
+    async def inner() -> SandboxExit:
+        config = SandboxConfig(kind=kind)
+        spec = SandboxSpec(("bash", "-c", script), workspace=tmp_path, timeout_s=60)
+        process = await make_sandbox(config).launch(spec)
+        if "touch done" in script:
+            await until((tmp_path / "done").exists, 60)
+            process.kill()
+        return await process.wait()
+
+    assert 0.75 < asyncio.run(inner()).cpu_s < 2.0
