@@ -8,7 +8,7 @@ import re
 import secrets
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Mapping, Sequence
 
 from pipeline.capture import dialects
 from pipeline.capture.delivery import Delivery
@@ -16,6 +16,7 @@ from pipeline.capture.dialects.base import Action, ApiError, Dialect, Fault, Rou
 from pipeline.capture.exchange import ClientLeft, Exchange, Message, Receive, Send
 from pipeline.capture.session import Session
 from pipeline.capture.turn import Turns
+from pipeline.capture.websocket import Conversation, Frames
 
 BUSY_RETRY_S = 1
 RESTART_RETRY_S = 5
@@ -35,10 +36,13 @@ class CaptureApp(ABC):
         """The session whose key this is. Raises ApiError."""
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
-        exchange = Exchange(scope, receive, send)
+        exchange = (Frames if scope["type"] == "websocket" else Exchange)(scope, receive, send)
         dialect, route = dialects.find(exchange.method, exchange.path)
         try:
-            await self._serve(dialect, route, exchange)
+            if isinstance(exchange, Frames) and route is not None:
+                await self._converse(exchange)
+            else:
+                await self._serve(dialect, route, exchange)
         except ApiError as error:
             self._turns.totals[f"status_{dialect.status(error)}"] += 1
             await exchange.fail(dialect, error)
@@ -49,18 +53,32 @@ class CaptureApp(ABC):
         if route is not None and route.open:
             await exchange.reply(200, {})
             return
-        session = self.find(api_key(exchange.headers, exchange.query), exchange)
-        session.touched = time.monotonic()
+        session = self._session_of(exchange)
         if route is None:
             raise _no_route(exchange)
+        await self._guarded(self._act(dialect, route.action, session, exchange))
+
+    async def _guarded(self, work: Awaitable[None]) -> None:
+        """Make an ApiError of what nobody expected."""
         try:
-            await self._act(dialect, route.action, session, exchange)
+            await work
         except (ApiError, ClientLeft):
             raise
         except Exception as error:
             log.exception("a request failed")
             self._turns.totals["internal_errors"] += 1
             raise ApiError(Fault.INTERNAL, "the capture proxy failed; see its log") from error
+
+    def _session_of(self, exchange: Exchange) -> Session:
+        session = self.find(api_key(exchange.headers, exchange.query), exchange)
+        session.touched = time.monotonic()
+        return session
+
+    async def _converse(self, frames: Frames) -> None:
+        """Serve a WebSocket; each of its turns finds the session anew, which may have been closed meanwhile."""
+        self._session_of(frames)
+        conversation = Conversation(self._turns, lambda: self._session_of(frames), self._admit, frames)
+        await self._guarded(conversation.run())
 
     async def _act(self, dialect: Dialect, action: Action, session: Session, exchange: Exchange) -> None:
         if action is Action.MODELS:

@@ -12,7 +12,7 @@ import zstandard
 from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
 from pipeline.capture.dialects.base import ApiError, Dialect, Fault, require
-from pipeline.capture.listener import Connection
+from pipeline.capture.listener import Watched, corked
 
 BODY_CAP = 64 * 2**20  # bytes, before and after decompression
 JSON, EVENTS = b"application/json", b"text/event-stream"
@@ -36,7 +36,7 @@ class Exchange:
         self.path: str = scope["path"]
         self.query: str = scope["query_string"].decode("latin-1")
         self.headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
-        self.connection: Connection = scope["state"]["connection"]
+        self.connection: Watched = scope["state"]["connection"]
         self._cycle: RequestResponseCycle = getattr(receive, "__self__")  # noqa: B009 (the protocol's own object)
         self._receive, self._send = receive, send
 
@@ -78,7 +78,7 @@ class Exchange:
 
     async def whole(self, status: int, kind: bytes, data: bytes, *headers: Header) -> None:
         """Send a whole reply in one write."""
-        with self.connection.corked(self._cycle):
+        with corked(self._cycle):
             await self.start(status, kind, *headers)
             await self.write(data)
 

@@ -1,4 +1,4 @@
-"""A shard's HTTP servers: uvicorn's protocol on a listening socket that somebody else opened."""
+"""A shard's HTTP servers: uvicorn's protocols on a listening socket that somebody else opened."""
 
 from __future__ import annotations
 
@@ -6,12 +6,13 @@ import asyncio
 import logging
 import socket
 from asyncio.events import TimerHandle
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, cast
 
 import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
+from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
 from uvicorn.server import ServerState
 
 BACKLOG = 4096  # connections that wait while a shard is replaced; the kernel may allow fewer
@@ -20,6 +21,7 @@ READ_S = 60.0  # a request must have arrived so long after its first byte, unles
 BURST = 200  # connections accepted at once
 REST_S = 0.5  # before accepting goes on when there were no descriptors left
 DRAIN_S = 30.0  # a client that does not take what was written for so long is dropped
+WAITING = 4  # messages of a WebSocket that are read ahead, so that a leave behind them is seen
 TOO_SLOW = b"HTTP/1.1 408 Request Timeout\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
 
 log = logging.getLogger(__name__)
@@ -52,73 +54,46 @@ class Cork:
             self._transport.close()
 
 
-class Connection(HttpToolsProtocol):
-    """uvicorn's protocol, with what an application must know of its client: that it left, is slow, has its answer.
+@contextmanager
+def corked(cycle: RequestResponseCycle) -> Iterator[None]:
+    """What a reply writes inside goes out in one system call."""
+    transport = cycle.transport
+    cork = Cork(transport)
+    cycle.transport = cast(asyncio.Transport, cork)
+    try:
+        yield
+    finally:
+        cycle.transport = transport
+        cork.release()
+
+
+class Watched(asyncio.Protocol):
+    """What an application must know of its client: that it left, is slow, has its answer. For uvicorn's protocols.
 
     ``on_lost`` is called when the client leaves; ``read_s`` is how long a request may take to arrive.
     """
 
+    loop: asyncio.AbstractEventLoop
+    transport: asyncio.Transport
     read_s = READ_S
     lost = False
     slow = False
     on_lost: Callable[[], object] | None = None
-    _in_headers = False
-    _deadline: TimerHandle | None = None
     _deaf: TimerHandle | None = None
     _unsent = False  # something written is not with the kernel yet
     _sent: asyncio.Future[bool] | None = None
 
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        transport.set_write_buffer_limits(high=0)  # tell of every byte that waits
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        cast(asyncio.Transport, transport).set_write_buffer_limits(high=0)  # tell of every byte that waits
         super().connection_made(transport)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.lost = True
-        self._arrived()
         self._hears()
         self._tell(False)
         if self.on_lost is not None:
             self.on_lost()
         super().connection_lost(exc)
-
-    def on_message_begin(self) -> None:
-        super().on_message_begin()
-        self._in_headers = True
-        self._deadline = self.loop.call_later(self.read_s, self._too_slow)
-
-    def on_headers_complete(self) -> None:
-        self._in_headers = False
-        super().on_headers_complete()
-
-    def on_message_complete(self) -> None:
-        self._arrived()
-        super().on_message_complete()
-
-    def _arrived(self) -> None:
-        if self._deadline is not None:
-            self._deadline.cancel()
-            self._deadline = None
-
-    def _too_slow(self) -> None:
-        """Wake the application that waits for the rest of a body; without one, end the connection."""
-        self.slow = True
-        if self.cycle is not None and not self.cycle.response_complete:
-            self.cycle.message_event.set()
-            return
-        if self._in_headers:
-            self.transport.write(TOO_SLOW)
-        self.transport.close()
-
-    @contextmanager
-    def corked(self, cycle: RequestResponseCycle) -> Iterator[None]:
-        """What a reply writes inside goes out in one system call."""
-        cork = Cork(self.transport)
-        cycle.transport = cast(asyncio.Transport, cork)
-        try:
-            yield
-        finally:
-            cycle.transport = self.transport
-            cork.release()
 
     async def drained(self) -> bool:
         """Whether everything written went to a live connection."""
@@ -151,6 +126,81 @@ class Connection(HttpToolsProtocol):
         """The bytes that a ``drained`` waits for have gone, or never will."""
         if self._sent is not None and not self._sent.done():
             self._sent.set_result(sent)
+
+
+class Connection(Watched, HttpToolsProtocol):
+    """uvicorn's HTTP protocol, watched."""
+
+    _in_headers = False
+    _deadline: TimerHandle | None = None
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._arrived()
+        super().connection_lost(exc)
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self._in_headers = True
+        self._deadline = self.loop.call_later(self.read_s, self._too_slow)
+
+    def on_headers_complete(self) -> None:
+        self._in_headers = False
+        super().on_headers_complete()
+
+    def on_message_complete(self) -> None:
+        self._arrived()
+        super().on_message_complete()
+
+    def _arrived(self) -> None:
+        if self._deadline is not None:
+            self._deadline.cancel()
+            self._deadline = None
+
+    def _too_slow(self) -> None:
+        """Wake the application that waits for the rest of a body; without one, end the connection."""
+        self.slow = True
+        if self.cycle is not None and not self.cycle.response_complete:
+            self.cycle.message_event.set()
+            return
+        if self._in_headers:
+            self.transport.write(TOO_SLOW)
+        self.transport.close()
+
+    def _should_upgrade(self) -> bool:
+        """Only a GET becomes a WebSocket, and not before the answers to earlier requests are out."""
+        idle = self.cycle is None or (self.cycle.response_complete and not self._unsent)
+        return idle and self.scope["method"] == "GET" and super()._should_upgrade()
+
+
+class Socket(Watched, WebSocketsSansIOProtocol):
+    """uvicorn's WebSocket protocol, watched; it takes over from the Connection on which the upgrade was asked for."""
+
+    def __init__(self, config: uvicorn.Config, server_state: ServerState, app_state: dict[str, Any]) -> None:
+        asked: Connection = app_state["connection"]
+        super().__init__(config, server_state, {"connection": self}, asked.loop)
+        self.app = asked.app
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        if self.conn.handshake_exc is not None and not self.handshake_initiated:  # a head too long for the protocol
+            self.transport.write(b"".join(self.conn.data_to_send()))
+            self.transport.close()
+
+    def send_receive_event_to_app(self) -> None:
+        super().send_receive_event_to_app()
+        if self.read_paused and self.queue.qsize() <= WAITING:
+            self.read_paused = False
+            self.transport.resume_reading()
+
+    async def write_texts(self, texts: Iterable[bytes]) -> bool:
+        """Send messages in one write, once those before are sent; False when the client left."""
+        await self.writable.wait()  # of a deaf client until it is dropped
+        if self.transport.is_closing():
+            return False
+        for text in texts:
+            self.conn.send_text(text)
+        self.transport.write(b"".join(self.conn.data_to_send()))
+        return True
 
 
 class Listener:

@@ -27,9 +27,11 @@ import uvloop
 from pipeline.capture import journal as records
 from pipeline.capture.app import SessionApp, SharedApp
 from pipeline.capture.control import UPSTREAM_KEY, UPSTREAMS, Channel
+from pipeline.capture.delivery import PING_EVERY_S
+from pipeline.capture.exchange import BODY_CAP
 from pipeline.capture.heap import Heap
 from pipeline.capture.journal import Closed, Journal, Opened, Policy
-from pipeline.capture.listener import KEEP_ALIVE_S, READ_S, Listener
+from pipeline.capture.listener import KEEP_ALIVE_S, READ_S, Listener, Socket
 from pipeline.capture.session import Session, file_name, restore
 from pipeline.capture.turn import EngineTurns, Turns
 from pipeline.capture.upstream import Engine
@@ -63,10 +65,7 @@ class Shard:
         self._journal_floor = self._journal.size
         self._turns = make_turns(self._journal)
         self._listeners: dict[str, Listener] = {}
-        self._config = uvicorn.Config(
-            _no_app, lifespan="off", ws="none", log_config=None, access_log=False, server_header=False,
-            date_header=False, timeout_keep_alive=KEEP_ALIVE_S,
-        )  # fmt: skip
+        self._config = server_config()
         self._orders: set[asyncio.Task[None]] = set()
         self._handlers: dict[str, Callable[[dict[str, Any], list[int]], Coroutine[Any, Any, dict[str, Any]]]] = {
             "listen": self._listen,
@@ -235,6 +234,17 @@ def summary(session: Session) -> dict[str, Any]:
         "counters": dict(session.counters),
         "dialect": session.dialect,
     }
+
+
+def server_config(ping_s: float = PING_EVERY_S) -> uvicorn.Config:
+    """How the listeners serve; ``ping_s`` is the time between the pings of a WebSocket."""
+    return uvicorn.Config(
+        _no_app, lifespan="off", log_config=None, access_log=False, server_header=False, date_header=False,
+        timeout_keep_alive=KEEP_ALIVE_S,
+        log_level="warning",  # below it, uvicorn logs the paths of WebSockets with their keys
+        ws=Socket, ws_max_size=BODY_CAP, ws_per_message_deflate=False, ws_ping_interval=ping_s,
+        ws_ping_timeout=None,  # a client may be deaf for as long as its tools run
+    )  # fmt: skip
 
 
 async def _no_app(scope: Any, receive: Any, send: Any) -> None:

@@ -12,13 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import uvicorn
 from scripted_engine import FakeEngine
 
 from pipeline.capture.app import SessionApp
 from pipeline.capture.journal import Journal, Policy
 from pipeline.capture.listener import Listener
 from pipeline.capture.session import Session
+from pipeline.capture.shard import server_config
 from pipeline.capture.supervisor import ShardSupervisor
 from pipeline.capture.turn import EngineTurns
 from pipeline.capture.upstream import Engine
@@ -135,8 +135,7 @@ async def serve_session(
     if send_buffer:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer)
     url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-    config = uvicorn.Config(lambda: None, lifespan="off", ws="none", log_config=None)
-    server = await Listener.open(listener, SessionApp(session, turns), config, read_s)
+    server = await Listener.open(listener, SessionApp(session, turns), server_config(ping_s=0.1), read_s)
     try:
         yield engine, session, url
     finally:

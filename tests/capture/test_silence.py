@@ -12,9 +12,11 @@ import openai
 import pytest
 from proxy_helpers import eventually, serve_session
 from scripted_engine import Scripted
+from websockets.asyncio.client import connect
 
 from pipeline.capture import delivery
 from pipeline.capture.dialects.chat import Chat
+from pipeline.capture.listener import Socket
 
 MESSAGES = [{"role": "user", "content": "x"}]
 HEADERS = {"authorization": "Bearer k"}
@@ -117,5 +119,24 @@ def test_an_error_in_a_begun_json_array_is_its_only_item(tmp_path: Path) -> None
                 assert reply.status_code == 200
                 (item,) = json.loads("".join([part async for part in reply.aiter_text()]))
             assert item["error"]["status"] == "UNAVAILABLE"
+
+    asyncio.run(run())
+
+
+def test_a_websocket_is_pinged_while_the_answer_takes_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And hears nothing else before it; what Codex says of a sub-agent in the request is kept."""
+
+    async def run() -> None:
+        pongs: list[object] = []
+        monkeypatch.setattr(Socket, "handle_pong", lambda self, frame: pongs.append(frame))
+        async with serve_session(tmp_path / "j") as (engine, session, url):
+            engine.script.append(Scripted("at last", delay_s=0.5))
+            async with connect(url.replace("http", "ws") + "/v1/responses", additional_headers=HEADERS) as client:
+                metadata = {"x-openai-subagent": "review", "odd": 5}
+                await client.send(json.dumps({"type": "response.create", "input": "x", "client_metadata": metadata}))
+                assert json.loads(await client.recv())["type"] == "response.created"
+                assert pongs
+                await eventually(lambda: session.tree.nodes[0].delivered, "the delivery")
+            assert session.tree.nodes[0].agent == "review"
 
     asyncio.run(run())

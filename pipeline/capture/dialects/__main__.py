@@ -20,6 +20,9 @@ Written by `python -m pipeline.capture.dialects > docs/fields.md` from the table
 - **rejected**: the answer would not be what was asked for, so the request gets the API's own "invalid request" error;
   a harmless value passes.
 
+Over a WebSocket (`GET /v1/responses` with an upgrade) OpenAI Responses also honours `generate`, `stream_id` and
+`previous_response_id`, which must name the last response of one of that connection's lanes.
+
 `null` is the same as leaving a field out. Tools that the API's own servers run (web search, code execution, …) and
 their items in a history are dropped and counted by kind; images and files are passed on for the engine to take or
 refuse.

@@ -154,11 +154,12 @@ class Action(enum.StrEnum):
     COUNT_TOKENS = "count_tokens"
     MODELS = "models"
     HELLO = "hello"
+    SOCKET = "socket"  # turns, as many as the client likes
 
 
 @dataclass(frozen=True)
 class Route:
-    """One (method, path) of a dialect; ``pattern`` must match the whole path."""
+    """One (method, path) of a dialect; ``pattern`` must match the whole path. A WebSocket has a method of its own."""
 
     method: str
     pattern: re.Pattern[str]

@@ -69,7 +69,10 @@ class Responses(Dialect):
 
     name = "responses"
     fields = FIELDS
-    routes = (route("POST", r"(/v1)?/responses", Action.TURN),)
+    routes = (
+        route("POST", r"(/v1)?/responses", Action.TURN),
+        route("WEBSOCKET", r"(/v1)?/responses", Action.SOCKET),
+    )
 
     def items(self, given: Fields) -> list[Item]:
         require("input" in given.values, "input: missing")
@@ -141,6 +144,12 @@ class Responses(Dialect):
             events += [(name, {"output_index": index} | data) for name, data in _item_events(item)]
         events.append((f"response.{final['status']}", {"response": final}))
         return b"".join(_event(name, number, data) for number, (name, data) in enumerate(events))
+
+    def warmed(self, request: ChatRequest, answer: Answer) -> bytes:
+        """The events for a request that wants no output (``generate: false``)."""
+        final = _response(request, answer, "completed") | {"usage": _usage(answer)}
+        created = _event("response.created", 0, {"response": _response(request, answer, "in_progress")})
+        return created + _event("response.completed", 1, {"response": final})
 
     def error(self, error: ApiError) -> dict[str, Any]:
         return openai_error(error, "input")
@@ -245,7 +254,7 @@ def _response(request: ChatRequest, answer: Answer, status: str) -> dict[str, An
         "model": request.model,
         "output": [],
         "parallel_tool_calls": request.parallel_tool_calls,
-        "previous_response_id": None,
+        "previous_response_id": request.extra.get("previous_response_id"),
         "store": False,
         "tool_choice": request.extra["tool_choice"],
         "tools": [],
