@@ -14,6 +14,7 @@ import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
 from uvicorn.server import ServerState
+from websockets.frames import CloseCode
 
 BACKLOG = 4096  # connections that wait while a shard is replaced; the kernel may allow fewer
 KEEP_ALIVE_S = 3600  # harnesses idle as long as their tools run
@@ -21,7 +22,7 @@ READ_S = 60.0  # a request must have arrived so long after its first byte, unles
 BURST = 200  # connections accepted at once
 REST_S = 0.5  # before accepting goes on when there were no descriptors left
 DRAIN_S = 30.0  # a client that does not take what was written for so long is dropped
-WAITING = 4  # messages of a WebSocket that are read ahead, so that a leave behind them is seen
+WAITING = 16  # messages of a WebSocket may wait; reading never rests, so that a leave behind them is seen
 TOO_SLOW = b"HTTP/1.1 408 Request Timeout\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
 
 log = logging.getLogger(__name__)
@@ -188,19 +189,22 @@ class Socket(Watched, WebSocketsSansIOProtocol):
 
     def send_receive_event_to_app(self) -> None:
         super().send_receive_event_to_app()
-        if self.read_paused and self.queue.qsize() <= WAITING:
+        if self.read_paused:
             self.read_paused = False
             self.transport.resume_reading()
+        if self.queue.qsize() > WAITING and not self.close_sent:
+            self.conn.send_close(CloseCode.POLICY_VIOLATION, f"more than {WAITING} messages wait")
+            self.handle_parser_exception()  # ends the connection with the reason that was just given
 
-    async def write_texts(self, texts: Iterable[bytes]) -> bool:
-        """Send messages in one write, once those before are sent; False when the client left."""
+    async def write_texts(self, texts: Iterable[bytes]) -> None:
+        """Send messages in one write, once those before are sent; to a client that left, nothing."""
         await self.writable.wait()  # of a deaf client until it is dropped
         if self.transport.is_closing():
-            return False
+            self.lost = True  # a leave behind this is no matter: whoever has the answer may go at once
+            return
         for text in texts:
             self.conn.send_text(text)
         self.transport.write(b"".join(self.conn.data_to_send()))
-        return True
 
 
 class Listener:

@@ -19,12 +19,12 @@ from pipeline.capture.delivery import Delivery
 from pipeline.capture.dialects.base import Answer, ApiError, ChatRequest, Dialect, Fault, agent_of, require
 from pipeline.capture.dialects.fields import Fields, honoured
 from pipeline.capture.dialects.responses import FIELDS, Responses
-from pipeline.capture.exchange import BODY_CAP, EVENTS, ClientLeft, Exchange, Header, Message, Receive, Send
+from pipeline.capture.exchange import BODY_CAP, EVENTS, Exchange, Header, Message, Receive, Send
 from pipeline.capture.listener import KEEP_ALIVE_S, Socket
 from pipeline.capture.session import Session
 from pipeline.capture.turn import Turns
 
-LANES = 16  # that a connection remembers
+LANES = 16  # that a connection remembers, as far as BODY_CAP bytes in all allow
 DATA = b"data: "
 ENVELOPE = {
     **dict.fromkeys(("type", "stream_id", "previous_response_id"), honoured(str)),
@@ -49,7 +49,7 @@ class Continued(Responses):
 
     def __init__(self) -> None:
         self.lane = ""  # of the present request
-        self._lanes: dict[str, tuple[str, list[Item]]] = {}  # response id and conversation; the latest stands last
+        self._lanes: dict[str, tuple[str, list[Item], int]] = {}  # response id, conversation, size; the latest is last
 
     def items(self, given: Fields) -> list[Item]:
         self.lane = given.get("stream_id", "")
@@ -58,7 +58,7 @@ class Continued(Responses):
         present = super().items(given)
         first = [item for item in present if item.kind == "system"]
         history = [*self._past(given.get("previous_response_id")), *present[len(first) :]]
-        if sum(memoryview(item.raw).nbytes for item in history) > BODY_CAP:
+        if _size(history) > BODY_CAP:
             raise ApiError(Fault.TOO_LARGE, f"the conversation is larger than {BODY_CAP} bytes")
         if given.get("generate") is False and not history:
             return first or [Item("system", b'""')]  # there are only tools to prepare
@@ -81,17 +81,24 @@ class Continued(Responses):
         items = [Item("", bytes(item.raw)) for item in request.items if item.kind != "system"]
         items += [Item("", msgspec.json.encode(item)) for item in output]
         self._lanes.pop(self.lane, None)
-        self._lanes[self.lane] = (f"resp_{answer.id}", items)
-        if len(self._lanes) > LANES:
+        self._lanes[self.lane] = (f"resp_{answer.id}", items, _size(items))
+        while len(self._lanes) > 1 and (len(self._lanes) > LANES or self._held() > BODY_CAP):
             del self._lanes[next(iter(self._lanes))]
+
+    def _held(self) -> int:
+        return sum(size for _, _, size in self._lanes.values())
 
     def _past(self, response_id: str | None) -> list[Item]:
         if response_id is None:
             return []
-        for known, items in self._lanes.values():
+        for known, items, _ in self._lanes.values():
             if known == response_id:
                 return items
         raise UnknownResponse(response_id)
+
+
+def _size(items: list[Item]) -> int:
+    return sum(memoryview(item.raw).nbytes for item in items)
 
 
 class Frames(Exchange):
@@ -125,12 +132,12 @@ class Frames(Exchange):
         return None if left else message.get("text") or message.get("bytes") or ""
 
     async def whole(self, status: int, kind: bytes, data: bytes, *headers: Header) -> None:
-        """Send a whole reply: events. Raises ClientLeft."""
-        if not self._open:
-            await self.start(status, kind, *headers)
-            await self.write(data)
-        elif not await self._write([line[len(DATA) :] for line in data.split(b"\n") if line.startswith(DATA)]):
-            raise ClientLeft
+        """Send a whole reply: events."""
+        if self._open:
+            await self._write([line[len(DATA) :] for line in data.split(b"\n") if line.startswith(DATA)])
+            return
+        await self.start(status, kind, *headers)
+        await self.write(data)
 
     async def fail(self, dialect: Dialect, error: ApiError) -> None:
         """Send an error; after the upgrade, what would be the status and the headers stand in the frame."""
@@ -141,9 +148,9 @@ class Frames(Exchange):
         frame = {"type": "error", "status": dialect.status(error)} | self.dialect.error(error) | headers
         await self._write([msgspec.json.encode(frame)])
 
-    async def _write(self, texts: list[bytes]) -> bool:
+    async def _write(self, texts: list[bytes]) -> None:
         lane = b'{"stream_id":%b,' % msgspec.json.encode(self.dialect.lane) if self.dialect.lane else b"{"
-        return await self._socket.write_texts(lane + text[1:] for text in texts)
+        await self._socket.write_texts(lane + text[1:] for text in texts)
 
 
 class FrameDelivery(Delivery):
@@ -167,9 +174,10 @@ class Conversation:
         self._frames, self._dialect = frames, frames.dialect
 
     async def run(self) -> None:
-        """Answer until the client leaves. Raises ClientLeft when it does so during an answer."""
+        """Answer until the client leaves. Raises ClientLeft when it does so during a call."""
         await self._frames.accept()
         while (message := await self._frames.message()) is not None:
+            await asyncio.sleep(0)  # other connections get their turn, however many messages wait here
             try:
                 await self._turn(message)
             except ApiError as error:

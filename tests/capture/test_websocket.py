@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import json
+import os
+import signal
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,9 +22,12 @@ from scripted_engine import WINDOW, FakeEngine, Scripted, call_text, render
 from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import ConnectionClosed, InvalidStatus
 
+from pipeline.capture import websocket
 from pipeline.capture.exchange import BODY_CAP
+from pipeline.capture.listener import WAITING
 from pipeline.capture.rows import rows
 from pipeline.capture.session import Session
+from pipeline.capture.websocket import Frames
 
 BASH = {"type": "function", "name": "bash", "parameters": {"type": "object"}, "strict": False}
 UPGRADE = (
@@ -242,6 +248,23 @@ def test_lanes_are_told_apart_and_each_remembers(tmp_path: Path) -> None:
     uvloop.run(run())
 
 
+def test_all_lanes_together_remember_no_more_than_the_cap(tmp_path: Path) -> None:
+    async def run() -> None:
+        async with served(tmp_path) as here, here.opened() as socket:
+            known = {}
+            for lane in "abc":
+                note = {"role": "user", "content": "x" * (BODY_CAP // 5 * 2)}
+                await tell(socket, input=[note], generate=False, stream_id=lane)
+                known[lane] = (await told(socket))[-1]["response"]["id"]
+            lost = await turned_down(socket, stream_id="a", generate=False, previous_response_id=known["a"])
+            assert lost["error"]["code"] == "previous_response_not_found"
+            for lane in "bc":
+                await tell(socket, stream_id=lane, generate=False, previous_response_id=known[lane])
+                assert (await told(socket))[-1]["type"] == "response.completed"
+
+    uvloop.run(run())
+
+
 def test_requests_wait_for_each_other_and_a_leave_behind_them_is_seen(tmp_path: Path) -> None:
     async def run() -> None:
         async with served(tmp_path) as here:
@@ -261,6 +284,124 @@ def test_requests_wait_for_each_other_and_a_leave_behind_them_is_seen(tmp_path: 
     uvloop.run(run())
 
 
+def test_who_sends_more_than_may_wait_is_dropped_and_the_call_ends(tmp_path: Path) -> None:
+    async def run() -> None:
+        async with served(tmp_path) as here, here.opened() as socket:
+            here.engine.script.append(Scripted("never", delay_s=20))
+            await tell(socket, input="x")
+            await eventually(lambda: here.engine.running == 1, "the call")
+            for _ in range(WAITING + 1):
+                await tell(socket, input="y")
+            with pytest.raises(ConnectionClosed) as closed:
+                await socket.recv()
+            assert closed.value.rcvd is not None and closed.value.rcvd.code == 1008
+            await eventually(lambda: here.session.counters["aborted"] == 1, "the abort")
+            assert not here.session.tree.nodes and not here.session.turns
+
+    uvloop.run(run())
+
+
+def test_messages_that_arrive_together_let_others_in_between(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def run() -> None:
+        turns, seen = itertools.count(), []
+
+        async def other() -> None:
+            while True:
+                next(turns)
+                await asyncio.sleep(0)
+
+        fail = Frames.fail
+
+        async def refused(self: Frames, *said: Any) -> None:
+            seen.append(next(turns))
+            await fail(self, *said)
+
+        monkeypatch.setattr(Frames, "fail", refused)
+        async with served(tmp_path) as here, connected(here.port) as wire:
+            await wire.send(head("/v1/responses", KEY, *UPGRADE, method="GET"))
+            assert (await wire.reply("HEAD")).status == 101
+            busy = asyncio.create_task(other())
+            await wire.send(b"\x81\x80mask" * WAITING)
+            await eventually(lambda: len(seen) == WAITING, "the answers")
+            busy.cancel()
+        assert all(later > earlier + 1 for earlier, later in itertools.pairwise(seen))
+
+    uvloop.run(run())
+
+
+def test_a_connection_that_keeps_still_is_closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def run() -> None:
+        async with served(tmp_path) as here, here.opened() as socket:
+            here.engine.script.append(Scripted("longer than that", delay_s=0.5))
+            await tell(socket, input="x")
+            assert await said(socket) == "longer than that"
+            with pytest.raises(ConnectionClosed) as closed:
+                await socket.recv()
+            assert closed.value.rcvd is not None and closed.value.rcvd.code == 1001
+
+    monkeypatch.setattr(websocket, "KEEP_ALIVE_S", 0.2)
+    uvloop.run(run())
+
+
+def test_a_dead_shard_is_one_dropped_connection(proxies: Proxies) -> None:
+    async def run() -> None:
+        async with proxies.run() as proxy, proxy.session("k") as harness:
+            port = harness.http.base_url.port or 0
+            proxy.engine.script += [Scripted("one"), Scripted("never", delay_s=20), Scripted("two")]
+            async with opened(port) as socket:
+                await tell(socket, input="a")
+                first = (await told(socket))[-1]["response"]
+                await tell(socket, input="b", previous_response_id=first["id"])
+                await eventually(lambda: proxy.engine.running == 1, "the call")
+                os.kill(proxy.pids()[0], signal.SIGKILL)
+                with pytest.raises(ConnectionClosed):
+                    await socket.recv()
+            async with opened(port) as socket:
+                lost = await turned_down(socket, input="b", previous_response_id=first["id"])
+                assert lost["error"]["code"] == "previous_response_not_found"
+                user = [{"role": "user", "content": text} for text in "ab"]
+                await tell(socket, input=[user[0], *first["output"], user[1]])
+                assert await said(socket) == "two"
+            trace = await proxy.supervisor.close_session("k")
+        assert [(call.parent, call.delivered) for call in trace.calls] == [(None, True), (0, True)]
+
+    asyncio.run(run())
+
+
+def test_a_drain_lets_the_call_end_and_takes_no_other(proxies: Proxies) -> None:
+    async def run() -> None:
+        async with proxies.run() as proxy, proxy.session("k") as harness:
+            async with opened(harness.http.base_url.port or 0) as socket:
+                proxy.engine.script.append(Scripted("late", delay_s=0.5))
+                await tell(socket, input="a")
+                await eventually(lambda: proxy.engine.running == 1, "the call")
+                await proxy.supervisor.drain()
+                await tell(socket, input="b")
+                assert await said(socket) == "late"
+                [frame] = await told(socket)
+                assert frame["status"] == 503 and frame["headers"] == {"retry-after": "5"}
+
+    asyncio.run(run())
+
+
+def test_calls_at_once_are_limited_over_all_connections(proxies: Proxies) -> None:
+    async def run() -> None:
+        async with proxies.run() as proxy, proxy.session("k", max_concurrent=1) as harness:
+            port = harness.http.base_url.port or 0
+            async with opened(port) as socket, opened(port) as other:
+                proxy.engine.script.append(Scripted("slow", delay_s=1))
+                await tell(socket, input="a")
+                await eventually(lambda: proxy.engine.running == 1, "the call")
+                frame = await turned_down(other, input="b")
+                assert frame["status"] == 429 and frame["headers"] == {"retry-after": "1"}
+                assert (await harness.ask([{"role": "user", "content": "c"}])).status_code == 429
+                assert await said(socket) == "slow"
+                await tell(other, input="b")
+                assert await said(other) == "ok"
+
+    asyncio.run(run())
+
+
 def test_an_answer_that_was_not_read_is_given_again(tmp_path: Path) -> None:
     async def run() -> None:
         async with served(tmp_path, send_buffer=4096, max_tokens=10**6) as here:
@@ -278,6 +419,32 @@ def test_an_answer_that_was_not_read_is_given_again(tmp_path: Path) -> None:
             [node] = here.session.tree.nodes
             await eventually(lambda: node.delivered, "the delivery")
             assert here.session.counters["redelivered"] == 1
+
+    uvloop.run(run())
+
+
+def test_a_leave_at_the_last_moment_is_no_delivery(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def run() -> None:
+        async with served(tmp_path) as here:
+            async with here.opened() as socket:
+                with monkeypatch.context() as patch:
+                    patch.setattr(Frames, "_write", leaves_first)
+                    await tell(socket, input="x")
+                    with pytest.raises(ConnectionClosed):
+                        await socket.recv()
+                await eventually(lambda: not here.session.turns, "the end of the turn")
+            [node] = here.session.tree.nodes
+            assert not node.delivered
+            async with here.opened() as socket:
+                await tell(socket, input="x")
+                assert await said(socket) == "ok" and here.session.counters["redelivered"] == 1
+            await eventually(lambda: node.delivered, "the delivery")
+
+    write = Frames._write
+
+    async def leaves_first(self: Frames, texts: list[bytes]) -> None:
+        self._socket.transport.close()
+        await write(self, texts)
 
     uvloop.run(run())
 
