@@ -25,6 +25,7 @@ from pipeline.harness.base import register
 CONFIG_DIR = Path(pipeline.__file__).parents[1] / "conf"
 JOBS_MODULE = "pipeline.launch.jobs"
 ASSETS = Path(pipeline.__file__).parent / "assets"
+MOVED = {"algorithm.updates": "training.updates"}  # keys that have another name now
 
 
 @dataclass(frozen=True)
@@ -79,7 +80,15 @@ def _compose(overrides: Sequence[str]) -> DictConfig:
         "local" if (CONFIG_DIR / "local.yaml").exists() else "config"
     )  # your site's settings, on top of config.yaml
     with initialize_config_dir(str(CONFIG_DIR), version_base="1.3"):
-        return compose(primary, list(overrides))
+        composed = compose(primary, list(overrides))
+    for old in MOVED:
+        if OmegaConf.select(composed, old) is not None:  # by +key=value
+            raise UserError(_moved(old))
+    return composed
+
+
+def _moved(old: str) -> str:
+    return f"{old} is now called {MOVED[old]}"
 
 
 def _typed(composed: DictConfig) -> Config:
@@ -89,6 +98,8 @@ def _typed(composed: DictConfig) -> Config:
 
 
 def _first_lines(error: Exception) -> str:
+    if old := next((old for old in MOVED if old in str(error)), None):
+        return _moved(old)
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     lines = [line for line in lines if not line.startswith(("full_key", "object_type", "reference_type"))]
     return " ".join(lines[:3])

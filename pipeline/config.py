@@ -103,6 +103,7 @@ class MixConfig:
     """Which harnesses train, and how often each comes round."""
 
     harnesses: list[str] = MISSING
+    weights: dict[str, float] = field(default_factory=dict)  # 1 where none is given
 
 
 @dataclass
@@ -143,7 +144,6 @@ class RewardConfig:
 class AlgorithmConfig:
     """Groups, advantage, loss and flow control."""
 
-    updates: int = 24
     group_size: int = 8
     groups_per_update: int = 6
     loss: str = "ppo_clip"
@@ -162,8 +162,9 @@ class AlgorithmConfig:
 
 @dataclass
 class TrainingConfig:
-    """Optimiser, DeepSpeed and checkpoints."""
+    """How many updates, optimiser, DeepSpeed and checkpoints."""
 
+    updates: int = 24
     learning_rate: float = 2e-4
     decay_fraction: float = 0.33  # the last third of the updates decays linearly to min_lr_ratio
     min_lr_ratio: float = 0.1

@@ -26,7 +26,7 @@ from pipeline.stages import advantage as advantage_stage
 from pipeline.stages.evaluation import INCOMPLETE, Cells, evaluation_specs, is_graded
 from pipeline.stages.gates import check_tasks
 from pipeline.stages.rollout import graded_again
-from pipeline.stages.schedule import Schedule
+from pipeline.stages.schedule import make_schedule
 from pipeline.stages.verification import verify as verify_workspace
 from pipeline.tasks.harbor import load_task
 
@@ -88,7 +88,7 @@ def rollout(config: Config) -> int:
     run = _open(config)
     _, model_dir = _newest_weights(config, run)
     train_tasks, _ = load_splits(config, run)
-    schedule = Schedule(train_tasks, config.mix.harnesses, config.algorithm.group_size, config.seed)
+    schedule = make_schedule(train_tasks, config)
     flow = read_flow(run.checkpoints)
     coming = (schedule.group(index) for index in itertools.count())
     specs = list(itertools.islice((s for s in coming if s.group_id not in flow.ended), config.stage.groups))

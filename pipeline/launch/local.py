@@ -34,7 +34,7 @@ def follow(config: Config, run: RunDirectory) -> Attempt:
     Returns the attempt that finished the run. Raises RunFailed after ``cluster.max_attempts`` starts by this command,
     and UserError as soon as an attempt ended because of a wrong setting.
     """
-    with Progress(config.algorithm.updates, config.logging.progress) as progress:
+    with Progress(config.training.updates, config.logging.progress) as progress:
         for _ in range(config.cluster.max_attempts):
             attempt, pid = living(run) or _submit(config, run)
             progress.event({"kind": "message", "text": f"attempt {attempt.number}; logs in {attempt.logs}"})

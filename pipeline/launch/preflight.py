@@ -16,6 +16,7 @@ from pipeline.launch.data import load_split
 from pipeline.launch.run_directory import RunDirectory
 from pipeline.sandbox.base import make_sandbox
 from pipeline.stages.advantage import load_reward
+from pipeline.stages.schedule import weighted_cycle
 
 ROOM_GB = 1.0
 
@@ -57,7 +58,7 @@ def _check_numbers(config: Config) -> None:
     for name, value in {
         "concurrency": config.concurrency,
         "algorithm.groups_per_update": algorithm.groups_per_update,
-        "algorithm.updates": algorithm.updates,
+        "training.updates": config.training.updates,
         "algorithm.minibatches": algorithm.minibatches,
         "algorithm.max_staleness": algorithm.max_staleness,
         "engine.shards": config.engine.shards,
@@ -116,6 +117,9 @@ def _check_harnesses(config: Config) -> None:
         raise UserError(f"mix.harnesses={config.mix.harnesses} names one twice")
     if not config.mix.harnesses:
         raise UserError("mix.harnesses is empty: name at least one harness")
+    if strangers := sorted(set(config.mix.weights) - set(config.mix.harnesses)):
+        raise UserError(f"mix.weights names {', '.join(strangers)}: not in mix.harnesses={config.mix.harnesses}")
+    weighted_cycle(config.mix.harnesses, config.mix.weights)
     for name in config.mix.harnesses:
         get_harness(name).check_installed(harness_root(config.harness.home))
 

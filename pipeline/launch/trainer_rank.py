@@ -21,7 +21,7 @@ from pipeline.records import PolicyVersion
 from pipeline.report.metrics import MetricsLog, evaluation_metrics, group_metrics, rollout_metrics
 from pipeline.stages.evaluation import Cells, evaluation_specs
 from pipeline.stages.flow import FlowState, GroupFlow, ReadyGroup
-from pipeline.stages.schedule import Schedule
+from pipeline.stages.schedule import make_schedule
 from pipeline.stages.update import fresh_state, open_trainer
 
 log = logging.getLogger("yoke.trainer")
@@ -44,8 +44,8 @@ class TrainerRank:
         self.trainer = open_trainer(config)
         self.state = self._load_state()
         flow_state = FlowState.from_json(self.state["flow"])
-        schedule = Schedule(self.train_tasks, config.mix.harnesses, config.algorithm.group_size, config.seed)
-        self.flow = GroupFlow(schedule, config.algorithm, flow_state, attempt.number)
+        schedule = make_schedule(self.train_tasks, config)
+        self.flow = GroupFlow(schedule, config.algorithm, config.training.updates, flow_state, attempt.number)
         self.coordinator = Coordinator(config, attempt, self.flow)
         self.scratch = attempt.new_scratch("weights")
         self.transfers: dict[str, Transfer] = {}
@@ -115,7 +115,7 @@ class TrainerRank:
                 raise RuntimeError(f"engine rank {name} was silent for {ENGINE_SILENCE_S:.0f} s, and there is no other")
 
     def _train(self) -> None:
-        while self.flow.state.update < self.config.algorithm.updates:
+        while self.flow.state.update < self.config.training.updates:
             waited = time.monotonic()
             batch = self._await_batch()
             waited = time.monotonic() - waited

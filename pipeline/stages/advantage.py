@@ -29,6 +29,11 @@ def default_reward(outcome: RolloutRecord) -> float | None:
     return correctness * (1.0 + 0.1 * 15.0 / (15.0 + outcome.verdict.tool_calls))
 
 
+def reward_for_tests(outcome: RolloutRecord) -> float | None:
+    """``1 / (1 + index)``: any two rollouts of a group differ, whatever they did. For tests of the machinery only."""
+    return 1.0 / (1 + outcome.index)
+
+
 def load_reward(fn: str, malformed_is_call: bool = True, malformed_penalty: float = 0.0) -> RewardFunction:
     """The reward function named ``package.module:function``, guarded, less the penalty for each malformed call.
 

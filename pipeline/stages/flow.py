@@ -83,8 +83,10 @@ class ReadyGroup:
 class GroupFlow:
     """Owns every group from the schedule to its end. The caller serialises the calls."""
 
-    def __init__(self, schedule: Schedule, algorithm: AlgorithmConfig, state: FlowState, attempt: int) -> None:
-        self.schedule, self.algorithm, self.state = schedule, algorithm, state
+    def __init__(
+        self, schedule: Schedule, algorithm: AlgorithmConfig, updates: int, state: FlowState, attempt: int
+    ) -> None:
+        self.schedule, self.algorithm, self.updates, self.state = schedule, algorithm, updates, state
         self.version = PolicyVersion(attempt, state.version_n)
         state.lineage.append([attempt, state.version_n])
         self.leases: dict[str, Lease] = {}
@@ -114,7 +116,7 @@ class GroupFlow:
         None while no credit is left or the remaining updates need no more groups.
         """
         algorithm = self.algorithm
-        updates_left = algorithm.updates - self.state.update - self._updating
+        updates_left = self.updates - self.state.update - self._updating
         wanted = updates_left * algorithm.groups_per_update
         if len(self.leases) + len(self.ready) >= wanted:
             return None

@@ -21,7 +21,7 @@ def open_trainer(config: Config) -> Trainer:
     """The trainer with the base model's weights; ``load`` brings it to a checkpoint."""
     temperature = config.harness.sampling.temperature
     return Trainer(
-        config.model.path, config.training, config.algorithm, config.seed, config.algorithm.updates, temperature
+        config.model.path, config.training, config.algorithm, config.seed, config.training.updates, temperature
     )
 
 

@@ -14,7 +14,7 @@ from run_helpers import checkpoint_state, find, kill, processes, start, updates_
 
 SETTINGS = [
     "+experiment=smoke",
-    "algorithm.updates=8",
+    "training.updates=8",
     "evaluation.before=false",
     "evaluation.after=false",
     "tasks.check=false",

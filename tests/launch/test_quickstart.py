@@ -15,7 +15,7 @@ from run_helpers import ENVIRONMENT, endings, start
 
 SETTINGS = [
     "+experiment=quickstart",
-    "algorithm.updates=5",
+    "training.updates=5",
     "tasks.train_size=36",
     "tasks.test_size=75",
     "evaluation.rollouts_per_task=1",

@@ -40,7 +40,7 @@ def test_repeated_evaluations_scatter_no_more_than_binomial(tmp_path: Path) -> N
 
 def test_a_run_under_constant_fire_ends(tmp_path: Path) -> None:
     run_dir, rng = tmp_path / "run", random.Random(time.time_ns())
-    settings = ["+experiment=smoke", "algorithm.updates=8", "evaluation.before=false", "cluster.max_attempts=100"]
+    settings = ["+experiment=smoke", "training.updates=8", "evaluation.before=false", "cluster.max_attempts=100"]
     launcher, kills = start(run_dir, *settings), 0
     deadline = time.monotonic() + SOAK_S
     try:

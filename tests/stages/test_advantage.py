@@ -5,13 +5,14 @@ from __future__ import annotations
 import sys
 import types
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pipeline.cli import compose_config
 from pipeline.config import UserError
 from pipeline.records import Outcome, PolicyVersion, RolloutRecord, Verdict
 from pipeline.stages.advantage import (
@@ -195,3 +196,13 @@ def test_rollouts_of_two_harnesses_are_no_group() -> None:
     mixed = [*group(1.0), replace(group(0.0)[0], harness="claude-code")]
     with pytest.raises(ValueError, match="several groups or harnesses"):
         to_train_group(mixed, size=2)
+
+
+def test_the_test_reward_gives_contrast_whatever_the_model_did() -> None:
+    config = compose_config(["+experiment=quickstart", "reward=test"]).reward
+    assert config.malformed_penalty == 0.0, "a penalty could even two rollouts out"
+    reward = load_reward(**asdict(config))
+    same = [replace(rollout(correctness=0.0, malformed=3), index=index) for index in range(8)]
+    rewards = [record.verdict.reward for record in score(same, reward)]
+    assert len(set(rewards)) == 8
+    assert reward(rollout(outcome=Outcome.INFRASTRUCTURE, correctness=None)) is None
