@@ -28,7 +28,12 @@ RUNNERS = Path(__file__).parent / "runners"  # small programs for harnesses that
 RUNNERS_INSIDE = "/opt/runners"
 BUILT_IN = {
     "claude-code": "pipeline.harness.claude_code:RECIPE",
+    "claude-code-bare": "pipeline.harness.claude_code:BARE",
+    "codex": "pipeline.harness.codex:RECIPE",
+    "gemini-cli": "pipeline.harness.gemini_cli:RECIPE",
+    "opencode": "pipeline.harness.opencode:RECIPE",
     "pi": "pipeline.harness.pi:RECIPE",
+    "qwen-code": "pipeline.harness.qwen_code:RECIPE",
 }
 _registered: dict[str, str] = {}  # by `register`
 
@@ -72,12 +77,13 @@ class Action:
     tool: str = ""
     arguments: Mapping[str, Any] = field(default_factory=dict)
     text: str = ""
+    namespace: str = ""  # of the tool, where the harness groups its tools
 
     def filled(self, **words: str) -> Action:
         """With its templates filled in; text that is JSON gets its words escaped."""
         escaped = {key: json.dumps(word)[1:-1] for key, word in words.items()}
         text = _filled(self.text, escaped if self.text.startswith("{") else words)
-        return Action(self.tool, _filled(self.arguments, words), text)
+        return Action(self.tool, _filled(self.arguments, words), text, self.namespace)
 
 
 @dataclass(frozen=True)
@@ -86,7 +92,8 @@ class HarnessRecipe:
 
     ``argv``, ``env``, ``home_files`` (path below HOME → text, or an object written as JSON) and ``stdin`` are templates
     with ``$base_url`` (without /v1), ``$key``, ``$model``, ``$prompt``, ``$context_tokens``, ``$max_tokens``,
-    ``$prefix`` (of the installation, inside), ``$node`` and ``$runners``.
+    ``$prefix`` (of the installation, inside), ``$node`` and ``$runners``. In an object, a string that is the word of a
+    number and nothing else becomes the number.
     """
 
     name: str
@@ -126,9 +133,10 @@ class HarnessRecipe:
         Raises UserError when there is no Node for it.
         """
         prefix = root / self.installed_as
-        words = {name: str(value) for name, value in vars(endpoint).items()}
-        words |= {"prompt": prompt, "prefix": self.prefix, "node": NODE_INSIDE, "runners": RUNNERS_INSIDE}
-        files = {path: _filled(content, words) for path, content in self.home_files.items()}
+        inside = {"prompt": prompt, "prefix": self.prefix, "node": NODE_INSIDE, "runners": RUNNERS_INSIDE}
+        values = {**vars(endpoint), **inside}
+        words = {name: str(value) for name, value in values.items()}
+        files = {path: _filled(content, values) for path, content in self.home_files.items()}
         runners = ((RUNNERS, RUNNERS_INSIDE, False),) if any("$runners" in word for word in self.argv) else ()
         return HarnessLaunch(
             argv=tuple(_filled(word, words) for word in self.argv),
@@ -156,10 +164,11 @@ class HarnessRecipe:
         return self.packaging.missing()
 
 
-def _filled(value: Any, words: Mapping[str, str]) -> Any:
-    """``value`` with every string in it filled in, at any depth."""
+def _filled(value: Any, words: Mapping[str, str | int]) -> Any:
+    """``value`` with every string in it filled in, at any depth; a number's word alone becomes the number."""
     if isinstance(value, str):
-        return string.Template(value).substitute(words)
+        number = words.get(value.removeprefix("$")) if value.startswith("$") else None
+        return number if isinstance(number, int) else string.Template(value).substitute(words)
     if isinstance(value, Mapping):
         return {_filled(key, words): _filled(item, words) for key, item in value.items()}
     if isinstance(value, list | tuple):

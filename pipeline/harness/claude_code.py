@@ -1,4 +1,6 @@
-"""Claude Code with `--bare`: three tools (Bash, Edit, Read), a short prompt, Anthropic Messages. A native program."""
+"""Claude Code, whole, and with `--bare`: three tools (Bash, Edit, Read), a short prompt. Anthropic Messages, native."""
+
+import dataclasses
 
 from pipeline.harness.base import Action, HarnessRecipe
 from pipeline.harness.packages import Npm
@@ -10,7 +12,7 @@ RECIPE = HarnessRecipe(
     packaging=Npm("@anthropic-ai/claude-code", native=True),
     argv=(
         "$prefix/node_modules/.bin/claude",
-        *("-p", "$prompt", "--bare", "--dangerously-skip-permissions", "--output-format", "stream-json", "--verbose"),
+        *("-p", "$prompt", "--dangerously-skip-permissions", "--output-format", "stream-json", "--verbose"),
     ),
     env={
         "TERM": "dumb",
@@ -22,6 +24,8 @@ RECIPE = HarnessRecipe(
         "ANTHROPIC_DEFAULT_SONNET_MODEL": "$model",
         "ANTHROPIC_DEFAULT_OPUS_MODEL": "$model",
         "CLAUDE_CODE_SUBAGENT_MODEL": "$model",
+        "CLAUDE_CODE_AUTO_COMPACT_WINDOW": "$context_tokens",
+        "CLAUDE_CODE_MAX_OUTPUT_TOKENS": "$max_tokens",
         "DISABLE_PROMPT_CACHING": "1",  # else cache marks move, and no history extends the one before
         "CLAUDE_CODE_ATTRIBUTION_HEADER": "0",
         "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
@@ -33,3 +37,5 @@ RECIPE = HarnessRecipe(
     tool_log=r'"type":"tool_use"',
     shell=Action("Bash", {"command": "$command", "description": "run a command"}),
 )
+
+BARE = dataclasses.replace(RECIPE, name="claude-code-bare", installation="claude-code", argv=(*RECIPE.argv, "--bare"))

@@ -78,6 +78,7 @@ class Npm:
         manifest = {"name": name, "version": "0.0.0", "private": True, "dependencies": {self.package: version}}
         _write_json(target / "package.json", manifest)
         _npm(target, "install", "--package-lock-only", "--omit-lockfile-registry-resolved")
+        _forget_absent(target / "package-lock.json")
 
     def version(self, prefix: Path) -> str | None:
         """See Packaging.version."""
@@ -146,6 +147,20 @@ def _complaint(find: object) -> str | None:
     except UserError as error:
         return str(error)
     return None
+
+
+def _forget_absent(lock: Path) -> None:
+    """Take optional packages that the registry lacks, such as other systems' programs, out of a lock's wishes.
+
+    `npm ci` takes a lock that wishes for what it does not hold as out of date.
+    """
+    content = json.loads(lock.read_text())
+    held = {place.rpartition("node_modules/")[2] for place in content["packages"]}
+    for package in content["packages"].values():
+        wishes = package.get("optionalDependencies", {})
+        for name in wishes.keys() - held:
+            del wishes[name]
+    _write_json(lock, content)
 
 
 def _npm(folder: Path, *words: str) -> None:

@@ -33,8 +33,8 @@ RECIPE = HarnessRecipe(
                             "name": "$model",
                             "reasoning": False,
                             "input": ["text"],
-                            "contextWindow": 200000,
-                            "maxTokens": 8192,
+                            "contextWindow": "$context_tokens",
+                            "maxTokens": "$max_tokens",
                             "cost": {"input": 0, "output": 0, "cacheRead": 0, "cacheWrite": 0},
                         }
                     ],
@@ -43,5 +43,6 @@ RECIPE = HarnessRecipe(
         }
     },
     warm_up=True,
+    tool_log=r'"type":"tool_execution_end"',
     shell=Action("bash", {"command": "$command"}),
 )

@@ -517,7 +517,7 @@ class Insisting:
 JSON = {"content-type": "application/json"}
 HARNESS_CALLS = {
     "pi": spelling_of("bash", '"command":"echo [a-j]{6}"'),
-    "claude-code": spelling_of("Bash", '"description":"say it",  "command":"echo [a-j]{6}"'),
+    "claude-code-bare": spelling_of("Bash", '"description":"say it",  "command":"echo [a-j]{6}"'),
 }
 
 

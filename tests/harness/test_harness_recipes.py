@@ -5,20 +5,23 @@ from __future__ import annotations
 import importlib.metadata
 import json
 import multiprocessing
+import tomllib
 from pathlib import Path
 
 import pytest
 
 from pipeline.config import UserError
 from pipeline.harness import get_harness, harness_names
-from pipeline.harness.base import Endpoint, locks_of
+from pipeline.harness.base import BUILT_IN, Endpoint, locks_of
 from pipeline.harness.install import install, installed
+from pipeline.harness.packages import Npm
 
 ROOT = Path("/somewhere/harnesses")
+NPM = [name for name in BUILT_IN if isinstance(get_harness(name).packaging, Npm)]
 
 
 def test_unknown_harness_lists_the_known_ones():
-    with pytest.raises(UserError, match="unknown harness 'pie'; known: claude-code, pi"):
+    with pytest.raises(UserError, match=r"unknown harness 'pie'; known: claude-code, .*, qwen-code"):
         get_harness("pie")
 
 
@@ -29,7 +32,7 @@ def test_another_packages_recipe_is_found(monkeypatch):
     assert get_harness("mine").name == "pi"
 
 
-@pytest.mark.parametrize("name", ["pi", "claude-code"])
+@pytest.mark.parametrize("name", NPM)
 def test_lock_pins_the_recipes_version_by_hash(name):
     recipe = get_harness(name)
     lock = json.loads((locks_of(name) / "package-lock.json").read_text())
@@ -39,15 +42,16 @@ def test_lock_pins_the_recipes_version_by_hash(name):
     assert not any("resolved" in package for package in packages)
 
 
-@pytest.mark.parametrize("name", ["pi", "claude-code"])
+@pytest.mark.parametrize("name", BUILT_IN)
 def test_words_of_a_launch_arrive_untouched(name):
     prompt = "Say \"$prompt\" & $key; '$$'\n{}"
     launch = get_harness(name).launch(Endpoint("http://127.0.0.1:8000", 'k"ey', 'a/"model'), prompt, ROOT)
-    assert prompt in launch.argv
+    assert prompt in (*launch.argv, launch.stdin)
     assert not any('k"ey' in word for word in launch.argv)
-    for text in launch.home_files.values():
-        json.loads(text)
-    assert launch.mounts[0] == (ROOT / name, f"/opt/harness/{name}", False)
+    for path, text in launch.home_files.items():
+        {".json": json.loads, ".toml": tomllib.loads}[Path(path).suffix](text)
+    place = get_harness(name).installed_as
+    assert launch.mounts[0] == (ROOT / place, f"/opt/harness/{place}", False)
     assert not any(str(ROOT) in word for word in (*launch.argv, *launch.env.values()))
 
 

@@ -1,0 +1,35 @@
+"""Qwen Code: fourteen tools and more on request, Chat Completions."""
+
+from pipeline.harness.base import Action, HarnessRecipe
+from pipeline.harness.packages import Npm
+
+RECIPE = HarnessRecipe(
+    name="qwen-code",
+    version="0.24.4",
+    dialect="chat",
+    packaging=Npm("@qwen-code/qwen-code"),
+    argv=(
+        *("$node", "$prefix/node_modules/@qwen-code/qwen-code/cli-entry.js"),
+        *("-p", "$prompt", "-m", "$model", "--auth-type", "openai", "--yolo", "--output-format", "stream-json"),
+    ),
+    env={
+        "TERM": "dumb",
+        "OPENAI_API_KEY": "$key",
+        "OPENAI_BASE_URL": "$base_url/v1",
+        "OPENAI_MODEL": "$model",
+        "QWEN_CODE_API_TIMEOUT_MS": "0",  # else it gives up an answer after two minutes and asks again
+    },
+    home_files={
+        ".qwen/settings.json": {
+            "security": {"auth": {"selectedType": "openai"}},
+            "privacy": {"usageStatisticsEnabled": False},
+            "telemetry": {"enabled": False},
+            "general": {"disableAutoUpdate": True, "enableAutoUpdate": False},
+        }
+    },
+    exit_codes={53: "call_budget"},
+    tool_log=r'"type":"tool_use"',
+    shell=Action("run_shell_command", {"command": "$command", "description": "run a command", "is_background": False}),
+    subagent=Action("agent", {"description": "help", "prompt": "$prompt", "subagent_type": "general-purpose"}),
+    compacts=True,
+)
