@@ -18,7 +18,8 @@ from typing import Any
 
 import httpx
 import pyarrow as pa
-from scripted_engine import FakeEngine
+
+from pipeline.engine.scripted import FakeEngine
 
 ROOT = Path(__file__).resolve().parents[2]
 START_S = 30.0

@@ -36,9 +36,9 @@ from harness_wire import (
     parsed,
     user,
 )
-from scripted_engine import ASSISTANT, Scripted, decoded
 
 from pipeline.capture.rows import rows
+from pipeline.engine.scripted import ASSISTANT, Scripted, decoded
 from pipeline.records import Trace
 
 MODEL = "maker/model-1"

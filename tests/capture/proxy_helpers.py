@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-from scripted_engine import FakeEngine
 
 from pipeline.capture.app import SessionApp
 from pipeline.capture.journal import Journal, Policy
@@ -23,6 +22,7 @@ from pipeline.capture.supervisor import ShardSupervisor
 from pipeline.capture.turn import EngineTurns
 from pipeline.capture.upstream import Engine
 from pipeline.config import SessionPolicy
+from pipeline.engine.scripted import FakeEngine
 
 BASH = {"type": "function", "function": {"name": "bash", "parameters": {"type": "object"}}}
 

@@ -13,10 +13,10 @@ from urllib.parse import urlsplit
 import httpx
 import pytest
 from proxy_helpers import deaf_client, eventually, serve_session
-from scripted_engine import Scripted
 
 from pipeline.capture import delivery, listener
 from pipeline.capture import journal as journal_module
+from pipeline.engine.scripted import Scripted
 
 BODY = json.dumps({"messages": [{"role": "user", "content": "x"}]}).encode()
 HEAD = f"POST /chat/completions HTTP/1.1\r\nauthorization: Bearer k\r\ncontent-length: {len(BODY)}\r\n\r\n".encode()

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 from proxy_helpers import BASH
-from scripted_engine import END, END_OF_TEXT, FakeEngine, Scripted, Template, call_text, render
 
 from pipeline.capture import ids, turn
 from pipeline.capture.canonical import Memo
@@ -23,6 +22,7 @@ from pipeline.capture.session import Session
 from pipeline.capture.trace import trace_of
 from pipeline.capture.turn import EngineTurns
 from pipeline.capture.upstream import Engine
+from pipeline.engine.scripted import END, END_OF_TEXT, FakeEngine, Scripted, Template, call_text, render
 from pipeline.records import Trace
 
 CHAT = Chat()

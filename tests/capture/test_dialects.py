@@ -9,9 +9,9 @@ import anthropic
 import openai
 import pytest
 from proxy_helpers import BASH, Harness, Proxies
-from scripted_engine import Scripted, call_text, render
 
 from pipeline.capture.budget import LAST_ANSWERS, LAST_WORDS
+from pipeline.engine.scripted import Scripted, call_text, render
 
 USER: list[Any] = [{"role": "user", "content": "hello"}]
 TOOL = {"name": "bash", "description": "run", "input_schema": {"type": "object"}}

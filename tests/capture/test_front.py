@@ -21,13 +21,13 @@ import httpx
 import pyarrow as pa
 import pytest
 from front_helpers import ROOT, Running, engine_thread, running
-from scripted_engine import FakeEngine, Scripted, render
 
 from pipeline.capture import control
 from pipeline.capture.export import SCHEMAS
 from pipeline.capture.metrics import EVENTS
 from pipeline.cli import main
 from pipeline.config import SessionPolicy
+from pipeline.engine.scripted import FakeEngine, Scripted, render
 
 USER = [{"role": "user", "content": "hello"}]
 

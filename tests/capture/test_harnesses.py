@@ -28,9 +28,9 @@ from harness_clients import (
 )
 from harness_wire import Late, Results, Said, user
 from proxy_helpers import Proxies, Proxy
-from scripted_engine import FakeEngine, Scripted, Template, decoded, parsed
 
 from pipeline.capture.rows import rows
+from pipeline.engine.scripted import FakeEngine, Scripted, Template, decoded, parsed
 from pipeline.records import Trace
 
 TEMPLATES = {

@@ -17,7 +17,6 @@ from harness_clients import check_samples, odd_call, raw_call, trained_numbers
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from proxy_helpers import BASH
-from scripted_engine import END_OF_TEXT, FakeEngine, Scripted, Template, parsed
 
 from pipeline.capture import journal as journals
 from pipeline.capture import turn
@@ -30,6 +29,7 @@ from pipeline.capture.session import Session, restore
 from pipeline.capture.trace import trace_of
 from pipeline.capture.turn import EngineTurns
 from pipeline.capture.upstream import Engine
+from pipeline.engine.scripted import END_OF_TEXT, FakeEngine, Scripted, Template, parsed
 from pipeline.records import Trace
 
 CHAT = Chat()

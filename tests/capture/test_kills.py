@@ -27,8 +27,8 @@ from harness_clients import (
     trained_numbers,
 )
 from proxy_helpers import Proxies, Proxy
-from scripted_engine import FakeEngine, Template
 
+from pipeline.engine.scripted import FakeEngine, Template
 from pipeline.records import Trace
 
 SHARDS = 4

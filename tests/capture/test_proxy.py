@@ -19,11 +19,11 @@ import numpy as np
 import pytest
 import zstandard
 from proxy_helpers import BASH, Proxies, deaf_client, events, eventually
-from scripted_engine import END, WINDOW, Scripted, call_text, logprob, render
 
 from pipeline.capture import supervisor as supervisor_module
 from pipeline.capture.rows import rows
 from pipeline.capture.shard_process import CaptureError
+from pipeline.engine.scripted import END, WINDOW, Scripted, call_text, logprob, render
 from pipeline.records import PolicyVersion
 
 USER = [{"role": "user", "content": "hello"}]

@@ -14,9 +14,9 @@ import pytest
 import zstandard
 from proxy_helpers import Proxies, Proxy, deaf_client, eventually
 from raw_http import DIALECTS, KEY, KEY_PLACES, TEXT, Wire, chunked, connected, head, request
-from scripted_engine import Scripted, decoded, render
 
 from pipeline.capture.rows import rows
+from pipeline.engine.scripted import Scripted, decoded, render
 
 every_dialect = pytest.mark.parametrize("dialect", DIALECTS)
 BODY_CAP = 64 * 2**20

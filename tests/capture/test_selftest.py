@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 from front_helpers import engine_thread, running
-from scripted_engine import FakeEngine, Template
 
 from pipeline.cli import main
+from pipeline.engine.scripted import FakeEngine, Template
 
 THINKING_OFF = "+proxy.render_fields.chat_template_kwargs={enable_thinking: false}"
 

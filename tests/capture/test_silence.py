@@ -11,12 +11,12 @@ import httpx
 import openai
 import pytest
 from proxy_helpers import eventually, serve_session
-from scripted_engine import Scripted
 from websockets.asyncio.client import connect
 
 from pipeline.capture import delivery
 from pipeline.capture.dialects.chat import Chat
 from pipeline.capture.listener import Socket
+from pipeline.engine.scripted import Scripted
 
 MESSAGES = [{"role": "user", "content": "x"}]
 HEADERS = {"authorization": "Bearer k"}

@@ -16,11 +16,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from proxy_helpers import BASH, Proxies, deaf_client, eventually
-from scripted_engine import FakeEngine
 
 from pipeline.capture.dialects.base import Answer
 from pipeline.capture.rows import rows
 from pipeline.capture.transcript import Transcript
+from pipeline.engine.scripted import FakeEngine
 
 USER = [{"role": "user", "content": "hello"}]
 

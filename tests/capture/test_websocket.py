@@ -18,7 +18,6 @@ import pytest
 import uvloop
 from proxy_helpers import Proxies, eventually, serve_session
 from raw_http import connected, head, request
-from scripted_engine import WINDOW, FakeEngine, Scripted, call_text, render
 from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import ConnectionClosed, InvalidStatus
 
@@ -28,6 +27,7 @@ from pipeline.capture.listener import WAITING
 from pipeline.capture.rows import rows
 from pipeline.capture.session import Session
 from pipeline.capture.websocket import Frames
+from pipeline.engine.scripted import WINDOW, FakeEngine, Scripted, call_text, render
 
 BASH = {"type": "function", "name": "bash", "parameters": {"type": "object"}, "strict": False}
 UPGRADE = (

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 from proxy_helpers import Proxies
-from scripted_engine import Scripted, call_text
 from sdk_clients import AnthropicSdk, ChatSdk, GeminiSdk, ResponsesSdk, Sdk
 
 from pipeline.capture.rows import rows
+from pipeline.engine.scripted import Scripted, call_text
 from pipeline.records import Trace
 
 SDKS: list[type[Sdk]] = [ChatSdk, ResponsesSdk, AnthropicSdk, GeminiSdk]

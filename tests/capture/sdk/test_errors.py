@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 from proxy_helpers import Proxies, eventually
-from scripted_engine import WINDOW, Scripted
 from sdk_clients import AnthropicSdk, ChatSdk, GeminiSdk, ResponsesSdk, Sdk
+
+from pipeline.engine.scripted import WINDOW, Scripted
 
 SDKS: list[type[Sdk]] = [ChatSdk, ResponsesSdk, AnthropicSdk, GeminiSdk]
 every_sdk = pytest.mark.parametrize("sdk", SDKS)

@@ -1,7 +1,8 @@
-"""A scripted engine: render, generate and derender over a toy template whose token ids are bytes and a few marks.
+"""A scripted engine in place of vLLM, for checks and tests: render, generate and derender over a toy template.
 
-The template is hermes-like and comes in variants (``Template``). What the model "samples" is scripted text, byte by
-byte; the parser spells arguments in its own way, so that only exact ids reproduce what was sampled.
+Token ids are bytes and a few marks; the template is hermes-like and comes in variants (``Template``). What the model
+"samples" is scripted text, byte by byte; the parser spells arguments in its own way, so that only exact ids reproduce
+what was sampled.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ class Scripted:
     text: str = "ok"
     finish: str = "stop"
     delay_s: float = 0.0
+    gate: asyncio.Event | None = None  # ends the delay when it is set
     version: str | None = None  # None: the engine's
     drop: bool = False  # close the connection instead of answering
     status: int = 200
@@ -136,7 +138,7 @@ class FakeEngine:
         answer = self._next(body["token_ids"])
         self.running += 1
         try:
-            if answer.delay_s and await self._left(reader, answer.delay_s):
+            if answer.delay_s and await self._left(reader, answer):
                 self.aborted += 1
                 return None
         finally:
@@ -166,12 +168,17 @@ class FakeEngine:
         return {"choices": [choice], "usage": {"prompt_tokens_details": None}}
 
     @staticmethod
-    async def _left(reader: asyncio.StreamReader, delay_s: float) -> bool:
-        """Wait; True when the client leaves first."""
-        try:
-            return await asyncio.wait_for(reader.read(1), delay_s) == b""
-        except TimeoutError:
-            return False
+    async def _left(reader: asyncio.StreamReader, answer: Scripted) -> bool:
+        """Wait as long as the answer takes; True when the client leaves first."""
+        leaves = asyncio.ensure_future(reader.read(1))
+        ends: set[asyncio.Future[Any]] = {leaves}
+        if answer.gate is not None:
+            ends.add(asyncio.ensure_future(answer.gate.wait()))
+        done, waiting = await asyncio.wait(ends, timeout=answer.delay_s, return_when=asyncio.FIRST_COMPLETED)
+        for task in waiting:
+            task.cancel()
+        await asyncio.gather(*waiting, return_exceptions=True)
+        return leaves in done and leaves.result() == b""
 
 
 def logprob(position: int, seed: int = 0) -> float:
