@@ -62,6 +62,16 @@ class VersionSpan:
 
 
 @dataclass(frozen=True)
+class Inside:
+    """A way to look into a sandbox: open descriptors of its /proc, and of a socket of its network that tells about the
+    others there (sock_diag(7)).
+    """
+
+    proc: int
+    sockets: int
+
+
+@dataclass(frozen=True)
 class Call:
     """One model request and its answer, as the engine saw it.
 
@@ -84,6 +94,7 @@ class Call:
     tool_calls: int
     malformed: bool
     seconds: float
+    foreign: bool = False  # not the harness asked, but something that its agent started
 
     @property
     def version(self) -> PolicyVersion:

@@ -101,6 +101,7 @@ class Delivery:
         try:
             if connection.lost:
                 raise ClientLeft
+            self._request.origin = await connection.origin()
             return await self._turns.answer(self._session, self._request)
         except asyncio.CancelledError:
             task.uncancel()

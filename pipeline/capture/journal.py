@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 
 from pipeline.capture.dialects.base import Answer
+from pipeline.capture.origin import Origin
 
 
 class Policy(msgspec.Struct, frozen=True):
@@ -51,7 +52,7 @@ class Node(msgspec.Struct):
     Ids are text as in ``capture.ids``; ``logprobs`` are float32 bytes of the sampled ids. ``parent`` is the call whose
     whole sequence is a prefix of this prompt; ``base`` only saves memory. ``chain`` identifies the history that was
     answered. ``ended``: the last sampled id is an end token. ``versions`` holds (version, start, end) spans.
-    ``wishes`` is None where they equal the last call's.
+    ``wishes`` is None where they equal the last call's. ``answered`` is a time of CLOCK_BOOTTIME.
     A call of a text upstream has no ids; ``asked`` is its request instead.
     """
 
@@ -75,6 +76,8 @@ class Node(msgspec.Struct):
     wishes: dict[str, Any] | None = None
     delivered: bool = False
     asked: Asked | None = None
+    origin: Origin = Origin.UNKNOWN
+    answered: float = 0.0
 
 
 class Opened(msgspec.Struct, tag="open"):

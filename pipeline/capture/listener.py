@@ -16,11 +16,14 @@ from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIO
 from uvicorn.server import ServerState
 from websockets.frames import CloseCode
 
+from pipeline.capture.origin import Origin
+
 BACKLOG = 4096  # connections that wait while a shard is replaced; the kernel may allow fewer
 KEEP_ALIVE_S = 3600  # harnesses idle as long as their tools run
 READ_S = 60.0  # a request must have arrived so long after its first byte, unless the listener says otherwise
 BURST = 200  # connections accepted at once
 REST_S = 0.5  # before accepting goes on when there were no descriptors left
+LOOKUP_S = 5.0  # a call waits so long to learn who makes it
 DRAIN_S = 30.0  # a client that does not take what was written for so long is dropped
 WAITING = 16  # messages of a WebSocket may wait; reading never rests, so that a leave behind them is seen
 TOO_SLOW = b"HTTP/1.1 408 Request Timeout\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
@@ -83,10 +86,19 @@ class Watched(asyncio.Protocol):
     _deaf: TimerHandle | None = None
     _unsent = False  # something written is not with the kernel yet
     _sent: asyncio.Future[bool] | None = None
+    _origin: asyncio.Future[Origin] | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         cast(asyncio.Transport, transport).set_write_buffer_limits(high=0)  # tell of every byte that waits
         super().connection_made(transport)
+
+    async def origin(self) -> Origin:
+        """Who the client is: looked up once, when it came in."""
+        if self._origin is None:
+            return Origin.UNKNOWN
+        if not self._origin.done():
+            await asyncio.wait([self._origin], timeout=LOOKUP_S)
+        return self._origin.result() if self._origin.done() else Origin.UNKNOWN
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.lost = True
@@ -130,10 +142,16 @@ class Watched(asyncio.Protocol):
 
 
 class Connection(Watched, HttpToolsProtocol):
-    """uvicorn's HTTP protocol, watched."""
+    """uvicorn's HTTP protocol, watched. ``inspect`` tells in a thread who holds the connection from a port."""
 
+    inspect: Callable[[int], Origin] | None = None
     _in_headers = False
     _deadline: TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        super().connection_made(transport)
+        if self.inspect is not None and self.client is not None:
+            self._origin = self.loop.run_in_executor(None, self.inspect, self.client[1])
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._arrived()
@@ -180,6 +198,7 @@ class Socket(Watched, WebSocketsSansIOProtocol):
         asked: Connection = app_state["connection"]
         super().__init__(config, server_state, {"connection": self}, asked.loop)
         self.app = asked.app
+        self._origin = asked._origin
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
@@ -222,14 +241,21 @@ class Listener:
         self._loop.add_reader(listener, self._accept)
 
     @classmethod
-    async def open(cls, listener: socket.socket, app: Any, config: uvicorn.Config, read_s: float = READ_S) -> Listener:
+    async def open(
+        cls,
+        listener: socket.socket,
+        app: Any,
+        config: uvicorn.Config,
+        read_s: float = READ_S,
+        inspect: Callable[[int], Origin] | None = None,
+    ) -> Listener:
         """Serve an app on a socket that already listens; it is closed with the server."""
         state = ServerState()
         loop = asyncio.get_running_loop()
 
         def connect() -> Connection:
             connection = Connection(config, state, {}, loop)
-            connection.app, connection.read_s = app, read_s
+            connection.app, connection.read_s, connection.inspect = app, read_s, inspect
             connection.app_state["connection"] = connection
             return connection
 

@@ -29,6 +29,8 @@ EVENTS = {
     "aborted": "the client left before the answer",
     "undelivered": "the client left before the answer was all out",
     "redelivered": "a retry got the answer that its first try had not",
+    "foreign": "a call that something made which the agent had started",
+    "unattributed": "a call of which nobody could say who made it",
     "left_early": "the client left while it asked or waited",
     "over_budget": "a call was refused since the session's budget was used up",
     "context_full": "the prompt filled the model's window",

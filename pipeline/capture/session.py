@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import math
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -13,6 +14,7 @@ from pipeline.capture import budget
 from pipeline.capture.canonical import Memo
 from pipeline.capture.journal import Answered, Closed, Counted, Delivered, Node, Opened, Policy, Record
 from pipeline.capture.matcher import Matcher
+from pipeline.capture.origin import Origin
 from pipeline.capture.transcript import Transcript
 from pipeline.capture.tree import Tree
 from pipeline.capture.upstream import Frame
@@ -50,6 +52,16 @@ class Session:
         """The dialect of the first call; "" before it."""
         return self.tree.nodes[0].dialect if self.tree.nodes else ""
 
+    @property
+    def first_answer(self) -> float:
+        """When the first call was answered (CLOCK_BOOTTIME); infinity before it."""
+        return self.tree.nodes[0].answered if self.tree.nodes else math.inf
+
+    def tally(self) -> dict[str, int]:
+        """The counters, with the calls that the harness did not make or may not have made."""
+        origins = Counter(str(node.origin) for node in self.tree.nodes if node.origin is not Origin.HARNESS)
+        return {**self.counters, **origins}
+
     def reserve(self) -> None:
         """Take one call of the budget. Raises BudgetSpent."""
         budget.check(self.policy, self.started, self.tokens, time.time() - self.opened)
@@ -64,11 +76,12 @@ class Session:
         self.tool_ids += 1
         return f"call_{self.suffix}_{self.tool_ids}"
 
-    def undelivered(self, chain: bytes, constraint: str) -> Node | None:
-        """The earliest answer to exactly this history that the harness never got."""
+    def undelivered(self, chain: bytes, constraint: str, foreign: bool) -> Node | None:
+        """The earliest answer to exactly this history that whoever asked (the harness, or not) never got."""
         for call_id in self.matcher.asked(chain):
             node = self.tree.nodes[call_id]
-            if not node.delivered and node.constraint == constraint:
+            same = node.constraint == constraint and (node.origin is Origin.FOREIGN) == foreign
+            if same and not node.delivered:
                 return node
         return None
 

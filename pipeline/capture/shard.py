@@ -32,6 +32,7 @@ from pipeline.capture.exchange import BODY_CAP
 from pipeline.capture.heap import Heap
 from pipeline.capture.journal import Closed, Journal, Opened, Policy
 from pipeline.capture.listener import KEEP_ALIVE_S, READ_S, Listener, Socket
+from pipeline.capture.origin import Inspector
 from pipeline.capture.session import Session, file_name, restore
 from pipeline.capture.turn import EngineTurns, Turns
 from pipeline.capture.upstream import Engine
@@ -65,6 +66,7 @@ class Shard:
         self._journal_floor = self._journal.size
         self._turns = make_turns(self._journal)
         self._listeners: dict[str, Listener] = {}
+        self._inspectors: dict[str, Inspector] = {}
         self._config = server_config()
         self._orders: set[asyncio.Task[None]] = set()
         self._handlers: dict[str, Callable[[dict[str, Any], list[int]], Coroutine[Any, Any, dict[str, Any]]]] = {
@@ -114,14 +116,22 @@ class Shard:
             session = Session(session_id, policy)
             self._journal.append(Opened(session_id, policy, session.opened))
             self._sessions[session_id] = session
-        if fds and session_id in self._listeners:
-            os.close(fds[0])
+        if session_id in self._listeners:
+            for fd in fds:
+                os.close(fd)
         elif fds:
-            app = SessionApp(self._sessions[session_id], self._turns)
-            self._listeners[session_id] = await Listener.open(
-                socket.socket(fileno=fds[0]), app, self._config, self._read_s
-            )
+            await self._serve(self._sessions[session_id], socket.socket(fileno=fds[0]), fds[1:])
         return {}
+
+    async def _serve(self, session: Session, listener: socket.socket, inside: list[int]) -> None:
+        """Listen for one session; ``inside`` is the sandbox that it is in, where that is known."""
+        inspect = None
+        if inside:
+            proc, sockets = inside
+            inspector = Inspector(proc, sockets, listener.getsockname()[1], lambda: session.first_answer)
+            self._inspectors[session.id], inspect = inspector, inspector.origin
+        app = SessionApp(session, self._turns)
+        self._listeners[session.id] = await Listener.open(listener, app, self._config, self._read_s, inspect)
 
     async def _close(self, message: dict[str, Any], fds: list[int]) -> dict[str, Any]:
         """End a session and write its trace; closing it again names the same file."""
@@ -151,6 +161,8 @@ class Shard:
             await asyncio.wait(session.turns, timeout=CLOSE_S)
         if listener is not None:
             listener.close()
+        if inspector := self._inspectors.pop(session.id, None):
+            await asyncio.to_thread(inspector.close)
 
     async def _describe(self, message: dict[str, Any], fds: list[int]) -> dict[str, Any]:
         """What the named sessions have done so far; sessions that are not here are left out."""
@@ -231,7 +243,7 @@ def summary(session: Session) -> dict[str, Any]:
         "prompt_tokens": sum(node.answer.prompt_tokens for node in nodes),
         "sampled_tokens": sum(node.answer.completion_tokens for node in nodes),
         "in_flight": len(session.turns),
-        "counters": dict(session.counters),
+        "counters": session.tally(),
         "dialect": session.dialect,
     }
 

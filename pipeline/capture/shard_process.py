@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.capture import control
+from pipeline.records import Inside
 
 STALLS = 30  # heartbeats that the worst delay of a loop is kept for
 START_S = 30.0
@@ -35,6 +36,21 @@ class OpenSession:
 
     policy: dict[str, Any]
     listener: socket.socket | None  # None: the shard's shared one
+    inside: Inside | None = None  # who calls on it
+
+    @property
+    def descriptors(self) -> list[int]:
+        """What goes to the shard with the order to open it."""
+        listener = [self.listener.fileno()] if self.listener else []
+        return [*listener, self.inside.proc, self.inside.sockets] if self.inside else listener
+
+    def close(self) -> None:
+        """Let go of its descriptors."""
+        if self.listener is not None:
+            self.listener.close()
+        if self.inside is not None:
+            os.close(self.inside.proc)
+            os.close(self.inside.sockets)
 
 
 @dataclass

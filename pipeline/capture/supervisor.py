@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import os
 import socket
 import sys
 from collections import Counter
@@ -27,7 +28,7 @@ from pipeline.capture.shard_process import (
 )
 from pipeline.capture.trace import read_trace
 from pipeline.config import SessionPolicy
-from pipeline.records import PolicyVersion, Trace
+from pipeline.records import Inside, PolicyVersion, Trace
 
 HEARTBEAT_S = 2.0
 SILENT_S = 10.0  # a shard that says nothing for so long is killed
@@ -101,8 +102,7 @@ class ShardSupervisor:
         await asyncio.gather(*(shard.kill(STOP_S) for shard in self._shards))
         for shard in self._shards:
             for session in shard.sessions.values():
-                if session.listener is not None:
-                    session.listener.close()
+                session.close()
             shard.sessions.clear()
         self._homes.clear()
 
@@ -118,18 +118,22 @@ class ShardSupervisor:
         model_name: str | None = None,
         deadline_s: float = 30.0,
         shard: int | None = None,
+        inside: Inside | None = None,
     ) -> None:
         """Serve a session on a listening socket, of which a duplicate is kept. The session id is its API key.
 
-        Without a listener it is served on the shared one of ``shard`` (None: the least loaded). A session that a shard
-        still has from before is taken up again. Raises CaptureError when the id is taken or no shard answers in time.
+        ``inside`` is the sandbox that the listener is in, and is duplicated too: calls that are not the harness's own
+        are then told apart and not trained. Without a listener it is served on the shared one of ``shard`` (None: the
+        least loaded). A session that a shard still has from before is taken up again. Raises CaptureError when the id
+        is taken or no shard answers in time.
         """
         if session_id in self._homes:
             raise CaptureError("a session with this id is open")
         home = self._shards[self.least_loaded() if shard is None else shard]
         terms = asdict(policy) | {"model_name": model_name or self._model_name}
+        kept = Inside(os.dup(inside.proc), os.dup(inside.sockets)) if inside and listener else None
         self._homes[session_id] = home
-        home.sessions[session_id] = OpenSession(terms, listener.dup() if listener else None)
+        home.sessions[session_id] = OpenSession(terms, listener.dup() if listener else None, kept)
         try:
             await self._in_time(self._ask(home, session_id), deadline_s, "a shard to open a session")
         except BaseException:
@@ -284,7 +288,7 @@ class ShardSupervisor:
         if session is None:
             return
         order = {"op": "open", "session": session_id, "policy": session.policy}
-        await shard.request(order, [session.listener.fileno()] if session.listener else [])
+        await shard.request(order, session.descriptors)
 
     async def _insist(self, shard: ShardProcess, message: dict[str, Any]) -> dict[str, Any]:
         """A shard's answer to an order that may be given twice."""
@@ -318,9 +322,7 @@ class ShardSupervisor:
         return {"op": "version", "version": str(self._version)}
 
     def _forget(self, session_id: str) -> None:
-        session = self._homes.pop(session_id).sessions.pop(session_id)
-        if session.listener is not None:
-            session.listener.close()
+        self._homes.pop(session_id).sessions.pop(session_id).close()
 
 
 def is_known(error: Exception) -> bool:

@@ -144,7 +144,7 @@ class TextTurns(Turns):
     async def _answer(self, session: Session, request: ChatRequest) -> Node:
         began = time.monotonic()
         match = self.match(session, request)
-        if known := session.undelivered(match.chain, request.constraint):
+        if known := session.undelivered(match.chain, request.constraint, request.foreign):
             self.count(session, "redelivered")
             return known
         messages = request.messages()
@@ -172,6 +172,8 @@ class TextTurns(Turns):
             agent=request.agent,
             wishes=session.news(request.wishes),
             asked=session.transcript.asked(messages, request.tools.functions if request.tools else None),
+            origin=request.origin,
+            answered=time.clock_gettime(time.CLOCK_BOOTTIME),
         )
         self.added(node.seconds - waited)
         return self._keep(session, node)

@@ -9,6 +9,7 @@ import numpy as np
 
 from pipeline.capture import ids, journal
 from pipeline.capture.journal import Node
+from pipeline.capture.origin import Origin
 from pipeline.capture.session import Session, restore
 from pipeline.capture.tree import Tree
 from pipeline.records import Call, PolicyVersion, Trace, VersionSpan
@@ -36,7 +37,7 @@ def trace_of(session: Session) -> Trace:
     """A session's calls with their full ids."""
     calls = tuple(_call(node, prompt) for node, prompt in zip(session.tree.nodes, _prompts(session.tree), strict=True))
     transcript = session.transcript.export(session.tree.nodes)
-    return Trace(session.id, calls, session.dialect, dict(session.counters), transcript)
+    return Trace(session.id, calls, session.dialect, session.tally(), transcript)
 
 
 def _prompts(tree: Tree) -> Iterator[np.ndarray]:
@@ -66,4 +67,5 @@ def _call(node: Node, prompt: np.ndarray) -> Call:
         tool_calls=len(node.answer.tool_calls),
         malformed=node.malformed,
         seconds=node.seconds,
+        foreign=node.origin is Origin.FOREIGN,
     )

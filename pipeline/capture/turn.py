@@ -22,6 +22,7 @@ from pipeline.capture.continuity import THOUGHT_END, NoBridge, SelfTest, Templat
 from pipeline.capture.dialects.base import Answer, ApiError, ChatRequest, Fault, ToolCall
 from pipeline.capture.journal import Answered, Counted, Delivered, Journal, Node
 from pipeline.capture.matcher import Match
+from pipeline.capture.origin import Origin
 from pipeline.capture.session import Session
 from pipeline.capture.upstream import (
     RETRY_AFTER_S,
@@ -97,7 +98,7 @@ class Turns(ABC):
         match = session.matcher.walk(tools, request.atoms)
         if match.rewritten:
             self.count(session, "arguments_rewritten")
-        if match.parent is not None:
+        if match.parent is not None and not request.foreign:
             self.delivered(session, session.tree.nodes[match.parent])
         return match
 
@@ -144,6 +145,8 @@ class Turns(ABC):
         self.journal.append(Answered(session.id, node))
         session.add(node)
         self.totals["calls"] += 1
+        if node.origin is not Origin.HARNESS:
+            self.totals[node.origin] += 1
         return node
 
 
@@ -207,7 +210,7 @@ class EngineTurns(Turns):
         began = time.monotonic()
         template = self._templates.get(session.policy.thinking) or await self.template(session.policy.thinking)
         match = self.match(session, request)
-        if known := session.undelivered(match.chain, request.constraint):
+        if known := session.undelivered(match.chain, request.constraint, request.foreign):
             self.count(session, "redelivered")
             return known
         engine_s = -time.monotonic()
@@ -404,11 +407,13 @@ class EngineTurns(Turns):
             chain=match.chain,
             constraint=request.constraint,
             dialect=request.dialect.name,
-            trainable=exact and not request.forced,
+            trainable=exact and not request.forced and not request.foreign,
             malformed=is_malformed(request, message),
             ended=sampled.ended,
             agent=request.agent,
             wishes=session.news(request.wishes),
+            origin=request.origin,
+            answered=time.clock_gettime(time.CLOCK_BOOTTIME),
         )
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Protocol
 
 from pipeline.config import SandboxConfig, UserError
+from pipeline.records import Inside
 
 WORKSPACE = "/workspace"
 HOME = "/home/agent"
@@ -69,6 +70,7 @@ class SandboxProcess(Protocol):
     """A launched command. ``wait()`` must be awaited in the end, whatever happens: it leaves nothing alive."""
 
     listener: socket.socket | None
+    inside: Inside | None  # with a listener, where the kind of sandbox has a network of its own; closed by wait()
 
     @property
     def base_url(self) -> str:

@@ -21,6 +21,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from pipeline.config import SandboxConfig, UserError
+from pipeline.records import Inside
 from pipeline.sandbox.base import HOME, PATH, WORKSPACE, SandboxError, SandboxSpec
 from pipeline.sandbox.running import Log, RunningSandbox, memory_file, readable
 from pipeline.sandbox.watch import TreeWatch, listed
@@ -43,7 +44,10 @@ listener = _socket.socket(_socket.AF_INET, _socket.SOCK_STREAM)
 listener.setsockopt(_socket.SOL_SOCKET, _socket.SO_REUSEADDR, 1)
 listener.bind(("127.0.0.1", port))
 listener.listen(128)
-control.sendmsg([b"l"], [(_socket.SOL_SOCKET, _socket.SCM_RIGHTS, listener.fileno().to_bytes(4, sys.byteorder))])
+sockets = _socket.socket(_socket.AF_NETLINK, _socket.SOCK_RAW, 4)  # NETLINK_SOCK_DIAG
+handed = b"".join(given.fileno().to_bytes(4, sys.byteorder) for given in (listener, sockets))
+control.sendmsg([b"l"], [(_socket.SOL_SOCKET, _socket.SCM_RIGHTS, handed)])
+sockets.close()
 listener.close()
 if control.recv(1) != b"g":
     os._exit(125)
@@ -102,7 +106,7 @@ class BubblewrapSandbox:
             pid = await _first_process(ends.status, log)
             leader = _hold(pid, log)
             held.callback(os.close, leader)
-            listener = await self._release(ends, held, log)
+            listener, sockets = await self._release(ends, held, log)
             return RunningSandbox(
                 popen,
                 leader,
@@ -112,6 +116,7 @@ class BubblewrapSandbox:
                 held=held,
                 control=ends.control if listener else None,
                 listener=listener,
+                inside=_inside(pid, sockets, held) if sockets is not None else None,
                 complaint=lambda: _complaint(ends.status, log),
             )
         except BaseException:
@@ -158,21 +163,22 @@ class BubblewrapSandbox:
         joined = ",".join(f"{name}={value}" for name, value in limits.items())
         return [self._python, "-I", "-S", "-c", INNER, str(control), str(spec.listen_port), joined, *spec.argv]
 
-    async def _release(self, ends: _Ends, held: ExitStack, log: Log) -> socket.socket | None:
-        """Take the listener, or without one let the command start."""
+    async def _release(self, ends: _Ends, held: ExitStack, log: Log) -> tuple[socket.socket | None, int | None]:
+        """Take the listener and the socket that tells about others, or without them let the command start."""
         if not ends.listening:
             with contextlib.suppress(ConnectionError):  # bubblewrap failed: wait() tells
                 ends.control.send(b"g")
-            return None
+            return None, None
         if not await readable(ends.control.fileno(), START_S):
             raise SandboxError(f"no listening socket from the sandbox within {START_S:.0f} s: {log.tail()}")
-        _, descriptors, _, _ = socket.recv_fds(ends.control, 1, 1)
+        _, descriptors, _, _ = socket.recv_fds(ends.control, 1, 2)
         if not descriptors:
             raise SandboxError(f"the sandbox could not be built: {log.tail()}")
         listener = socket.socket(fileno=descriptors[0])
         listener.setblocking(False)
         held.callback(listener.close)
-        return listener
+        held.callback(os.close, descriptors[1])
+        return listener, descriptors[1]
 
 
 class _Ends:
@@ -284,6 +290,13 @@ def _open_proc(pid: int) -> int | None:
         return proc
     os.close(proc)
     return None
+
+
+def _inside(pid: int, sockets: int, held: ExitStack) -> Inside:
+    """By now pid 1 has left the host's file systems."""
+    proc = os.open(f"/proc/{pid}/root/proc", os.O_PATH | os.O_DIRECTORY)
+    held.callback(os.close, proc)
+    return Inside(proc, sockets)
 
 
 def _reap(popen: subprocess.Popen[bytes]) -> None:

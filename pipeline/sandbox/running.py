@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from pipeline.records import Inside
 from pipeline.sandbox.base import SandboxError, SandboxExit
 from pipeline.sandbox.watch import INTERVAL_S, TreeWatch
 
@@ -57,9 +58,11 @@ class RunningSandbox:
         held: contextlib.ExitStack,
         control: socket.socket | None = None,
         listener: socket.socket | None = None,
+        inside: Inside | None = None,
         complaint: Callable[[], str | None] = lambda: None,
     ) -> None:
         self.listener = listener
+        self.inside = inside
         self._popen = popen
         self._own = os.pidfd_open(popen.pid)
         held.callback(os.close, self._own)

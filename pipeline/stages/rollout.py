@@ -121,7 +121,9 @@ class Workshop:
         )
         try:
             assert process.listener is not None
-            await self.supervisor.open_session(session, self.harness.sampling, process.listener, SERVED_MODEL_NAME)
+            await self.supervisor.open_session(
+                session, self.harness.sampling, process.listener, SERVED_MODEL_NAME, inside=process.inside
+            )
             try:
                 process.go()
                 exit_ = await process.wait()

@@ -22,6 +22,7 @@ from msgspec import Raw
 
 from pipeline.capture.canonical import Atom, ChatMessage, Item, Memo, ToolSet, assemble, atoms_of
 from pipeline.capture.dialects.fields import Fields, Rule, Use
+from pipeline.capture.origin import Origin
 
 
 class Fault(enum.StrEnum):
@@ -98,10 +99,16 @@ class ChatRequest:
     dropped: tuple[str, ...] = ()  # fields and tools without effect
     extra: dict[str, Any] = field(default_factory=dict)  # what only the dialect itself needs for its answer
     agent: str = ""  # the sub-agent's name, where a header tells it
+    origin: Origin = Origin.UNKNOWN
 
     def messages(self, start: int = 0) -> list[ChatMessage]:
         """The canonical history from item ``start`` on."""
         return assemble(message for item in self.items[start:] for message in self.dialect.decoded(item))
+
+    @property
+    def foreign(self) -> bool:
+        """The harness is not who asks."""
+        return self.origin is Origin.FOREIGN
 
     @property
     def forced(self) -> bool:
