@@ -76,7 +76,7 @@ class Node(msgspec.Struct):
     wishes: dict[str, Any] | None = None
     delivered: bool = False
     asked: Asked | None = None
-    origin: Origin = Origin.UNKNOWN
+    origin: Origin = Origin.UNSEEN
     answered: float = 0.0
 
 

@@ -81,6 +81,7 @@ class Watched(asyncio.Protocol):
     transport: asyncio.Transport
     read_s = READ_S
     lost = False
+    _done = False  # the client had asked that the connection be closed behind its answer, and it was
     slow = False
     on_lost: Callable[[], object] | None = None
     _deaf: TimerHandle | None = None
@@ -95,7 +96,7 @@ class Watched(asyncio.Protocol):
     async def origin(self) -> Origin:
         """Who the client is: looked up once, when it came in."""
         if self._origin is None:
-            return Origin.UNKNOWN
+            return Origin.UNSEEN
         if not self._origin.done():
             await asyncio.wait([self._origin], timeout=LOOKUP_S)
         return self._origin.result() if self._origin.done() else Origin.UNKNOWN
@@ -103,7 +104,7 @@ class Watched(asyncio.Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self.lost = True
         self._hears()
-        self._tell(False)
+        self._tell(self._done)
         if self.on_lost is not None:
             self.on_lost()
         super().connection_lost(exc)
@@ -112,7 +113,7 @@ class Watched(asyncio.Protocol):
         """Whether everything written went to a live connection."""
         await asyncio.sleep(0)  # a leave that the kernel already knows of is seen first
         if self.lost or not self._unsent:
-            return not self.lost
+            return self._done or not self.lost
         self._sent = self.loop.create_future()
         try:
             return await self._sent
@@ -155,6 +156,8 @@ class Connection(Watched, HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._arrived()
+        cycle = self.cycle
+        self._done = exc is None and cycle is not None and cycle.response_complete and not cycle.keep_alive
         super().connection_lost(exc)
 
     def on_message_begin(self) -> None:

@@ -35,11 +35,17 @@ log = logging.getLogger(__name__)
 
 
 class Origin(enum.StrEnum):
-    """Where a call came from; all but the first are also names of counters."""
+    """Where a call came from."""
 
+    UNSEEN = "unseen"  # the connection comes from no sandbox that can be looked into
     HARNESS = "harness"
     FOREIGN = "foreign"
-    UNKNOWN = "unattributed"
+    UNKNOWN = "unattributed"  # looked in vain
+
+    @property
+    def counter(self) -> str:
+        """Under what a proxy counts such calls; "" for a harness's own."""
+        return "" if self is Origin.HARNESS else str(Origin.FOREIGN if self is Origin.FOREIGN else Origin.UNKNOWN)
 
 
 class Inspector:

@@ -58,9 +58,9 @@ class Session:
         return self.tree.nodes[0].answered if self.tree.nodes else math.inf
 
     def tally(self) -> dict[str, int]:
-        """The counters, with the calls that the harness did not make or may not have made."""
-        origins = Counter(str(node.origin) for node in self.tree.nodes if node.origin is not Origin.HARNESS)
-        return {**self.counters, **origins}
+        """The counters, with the calls from a sandbox that its harness did not make or may not have made."""
+        strange = (node.origin for node in self.tree.nodes if node.origin in (Origin.FOREIGN, Origin.UNKNOWN))
+        return {**self.counters, **Counter(map(str, strange))}
 
     def reserve(self) -> None:
         """Take one call of the budget. Raises BudgetSpent."""

@@ -22,7 +22,6 @@ from pipeline.capture.continuity import THOUGHT_END, NoBridge, SelfTest, Templat
 from pipeline.capture.dialects.base import Answer, ApiError, ChatRequest, Fault, ToolCall
 from pipeline.capture.journal import Answered, Counted, Delivered, Journal, Node
 from pipeline.capture.matcher import Match
-from pipeline.capture.origin import Origin
 from pipeline.capture.session import Session
 from pipeline.capture.upstream import (
     RETRY_AFTER_S,
@@ -145,8 +144,8 @@ class Turns(ABC):
         self.journal.append(Answered(session.id, node))
         session.add(node)
         self.totals["calls"] += 1
-        if node.origin is not Origin.HARNESS:
-            self.totals[node.origin] += 1
+        if counter := node.origin.counter:
+            self.totals[counter] += 1
         return node
 
 

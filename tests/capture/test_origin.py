@@ -153,9 +153,18 @@ def test_a_replacement_of_a_dead_shard_tells_them_apart_as_well(proxies, tmp_pat
 
 
 def test_without_a_network_of_its_own_nobody_can_tell(proxies, tmp_path):
-    trace = trace_of(proxies, tmp_path / "w", HARNESS, "true", kind="process")
-    assert [call.trainable for call in trace.calls] == [True, True]
-    assert trace.counters == {"unattributed": 2}
+    workspace = tmp_path / "w"
+    workspace.mkdir()
+
+    async def inner() -> Trace:
+        async with proxies.run() as proxy:
+            trace = await traced(proxy, workspace, HARNESS, CURL, kind="process")
+            await eventually(lambda: proxy.supervisor.stats().get("unattributed") == 3, "a heartbeat", 60)
+            return trace
+
+    trace = asyncio.run(inner())
+    assert [call.trainable for call in trace.calls] == [True, True, True]
+    assert trace.counters == {"fork_root": 1}
 
 
 def test_descriptors_are_let_go_of(proxies, tmp_path):

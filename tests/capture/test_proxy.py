@@ -222,6 +222,21 @@ def test_an_answer_that_nobody_read_is_not_trained(proxies: Proxies) -> None:
     asyncio.run(run())
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_answer_is_delivered_to_a_client_that_wants_its_connection_closed(proxies: Proxies, stream: bool) -> None:
+    async def run() -> None:
+        async with proxies.run() as proxy, proxy.session("k") as harness:
+            proxy.engine.script.append(Scripted("x" * 100_000))
+            harness.http.headers["connection"] = "close"
+            await harness.ask(USER, stream=stream)
+            await harness.ask(USER, stream=stream)
+            trace = await proxy.supervisor.close_session("k")
+            assert [call.delivered for call in trace.calls] == [True, True]
+            assert "redelivered" not in trace.counters
+
+    asyncio.run(run())
+
+
 def test_sigkill_of_a_shard_keeps_the_session(proxies: Proxies) -> None:
     async def run() -> None:
         async with proxies.run(shards=2) as proxy, proxy.session("one") as one, proxy.session("two") as two:

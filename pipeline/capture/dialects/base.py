@@ -99,7 +99,7 @@ class ChatRequest:
     dropped: tuple[str, ...] = ()  # fields and tools without effect
     extra: dict[str, Any] = field(default_factory=dict)  # what only the dialect itself needs for its answer
     agent: str = ""  # the sub-agent's name, where a header tells it
-    origin: Origin = Origin.UNKNOWN
+    origin: Origin = Origin.UNSEEN
 
     def messages(self, start: int = 0) -> list[ChatMessage]:
         """The canonical history from item ``start`` on."""
