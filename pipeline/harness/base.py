@@ -31,6 +31,7 @@ BUILT_IN = {
     "claude-code-bare": "pipeline.harness.claude_code:BARE",
     "codex": "pipeline.harness.codex:RECIPE",
     "gemini-cli": "pipeline.harness.gemini_cli:RECIPE",
+    "mini-swe-agent": "pipeline.harness.mini_swe_agent:RECIPE",
     "opencode": "pipeline.harness.opencode:RECIPE",
     "pi": "pipeline.harness.pi:RECIPE",
     "qwen-code": "pipeline.harness.qwen_code:RECIPE",
@@ -153,15 +154,19 @@ class HarnessRecipe:
         if found != self.version:
             there = "is not installed" if found is None else f"is needed, but {found} is installed,"
             raise UserError(f"{self.name} {self.version} {there} in {root}: yoke harness install {self.name}")
-        if missing := self.missing():
+        self.packaging.runtime(root / self.installed_as)
+        if missing := self._missing_programs():
             raise UserError(f"{self.name} cannot run here: {missing}")
 
     def missing(self) -> str | None:
-        """What the machine lacks to install or run it, in one line; None if nothing."""
+        """What the machine lacks to install it and to run it then, in one line; None if nothing."""
+        return self._missing_programs() or self.packaging.missing()
+
+    def _missing_programs(self) -> str | None:
         absent = [program for program in self.programs if shutil.which(program) is None]
         if absent:
             return f"no {' and no '.join(absent)}, which no package brings: install it from your system's packages"
-        return self.packaging.missing()
+        return None
 
 
 def _filled(value: Any, words: Mapping[str, str | int]) -> Any:

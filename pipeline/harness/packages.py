@@ -52,7 +52,7 @@ class Packaging(Protocol):
         ...
 
     def runtime(self, prefix: Path) -> tuple[Mount, ...]:
-        """What it needs in a sandbox beside its own ``prefix``."""
+        """What it needs in a sandbox beside its own ``prefix``. Raises UserError when this machine lacks it."""
         ...
 
 
@@ -105,14 +105,18 @@ class Pip:
     newest: tuple[int, int] = NEWEST
 
     def install(self, prefix: Path, version: str, lock: Path | None) -> None:
-        """See Packaging.install."""
+        """See Packaging.install. Byte code is made now and never checked: a rollout could not write it."""
         if lock is None:
             self.lock(version, prefix)
             lock = prefix
         python = find_python(self.oldest, self.newest)
-        _uv(prefix, "venv", "--quiet", "--relocatable", "--allow-existing", "--python", str(python), ".")
+        _uv(prefix, "venv", "--relocatable", "--allow-existing", "--python", str(python), ".")
+        wanted = ("-r", str(lock / "requirements.txt"), "--require-hashes", "--compile-bytecode")
         target = ("--python", str(prefix / "bin" / "python"))
-        _uv(prefix, "pip", "install", "--require-hashes", *target, "-r", str(lock / "requirements.txt"))
+        try:
+            _uv(prefix, "pip", "install", *target, *wanted, "--offline")
+        except UserError:  # the cache lacks something
+            _uv(prefix, "pip", "install", *target, *wanted)
 
     def lock(self, version: str, target: Path) -> None:
         """See Packaging.lock."""
@@ -120,10 +124,12 @@ class Pip:
         (target / "requirements.in").write_text(wanted + "\n")
         oldest = ".".join(map(str, self.oldest))
         options = ("--universal", "--python-version", oldest, "--generate-hashes", "--no-header", "--no-annotate")
-        _uv(target, "pip", "compile", "--quiet", *options, "requirements.in", "-o", "requirements.txt")
+        _uv(target, "pip", "compile", *options, "requirements.in", "-o", "requirements.txt")
 
     def version(self, prefix: Path) -> str | None:
         """See Packaging.version."""
+        if not (prefix / "bin" / "python").exists():  # a link into an installation that is gone
+            return None
         name = self.package.replace("-", "_").lower()
         for info in prefix.glob("lib/python3.*/site-packages/*.dist-info"):
             found, _, version = info.name.removesuffix(".dist-info").partition("-")
@@ -173,7 +179,11 @@ def _npm(folder: Path, *words: str) -> None:
 def _uv(folder: Path, *words: str) -> None:
     import uv
 
-    _run([uv.find_uv_bin(), *words, "--no-config"], folder, {"UV_PYTHON_DOWNLOADS": "never"})
+    environment = {
+        "UV_PYTHON_DOWNLOADS": "never",
+        "PYC_INVALIDATION_MODE": "UNCHECKED_HASH",  # valid wherever the files are copied to
+    }
+    _run([uv.find_uv_bin(), *words, "--quiet"], folder, environment)
 
 
 def _run(argv: Sequence[str], folder: Path, environment: Mapping[str, str]) -> None:

@@ -1,21 +1,32 @@
-"""Which Python a harness's environment is made of: the newest that the machine has, of those that the harness takes."""
+"""Which Python a harness's environment is made of: the oldest on this machine that the harness takes."""
 
 from __future__ import annotations
 
 import functools
+import json
 import os
-import re
 import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 from pipeline.config import UserError
 
 NEWEST = (3, 14)
 VARIABLE = "YOKE_PYTHON"
+FOLDERS = ("~/.pyenv/versions", "~/.local/share/uv/python", "/opt", "/opt/python", "/usr/local")  # each holds several
 ASK_S = 30.0
+ASK = "import json, os, sys; print(json.dumps([sys.version_info[:2], os.path.realpath(sys._base_executable)]))"
+
+
+@dataclass(frozen=True)
+class Python:
+    """An interpreter: its version and the file that really runs."""
+
+    version: tuple[int, int]
+    binary: Path
 
 
 @functools.cache
@@ -24,13 +35,16 @@ def find_python(oldest: tuple[int, int], newest: tuple[int, int] = NEWEST) -> Pa
 
     Raises UserError, in one line, when there is none.
     """
-    found = sorted({(version, path) for path in _candidates() if oldest <= (version := _version(path)) <= newest})
-    if not found:
-        raise UserError(
-            f"no Python {'.'.join(map(str, oldest))} or newer, which no package brings: install one (a system package, "
-            f"pyenv, `uv python install`), or name one in {VARIABLE}"
-        )
-    return found[0][1]
+    found = [python for path in _candidates() if (python := _ask(path)) and oldest <= python.version <= newest]
+    if found:
+        return min(found, key=lambda python: python.version).binary
+    span = f"{_dotted(oldest)} to {_dotted(newest)}"
+    if named := os.environ.get(VARIABLE):
+        raise UserError(f"{VARIABLE}={named} is no Python {span}")
+    raise UserError(
+        f"no Python {span}, which no package brings: install one (a system package, pyenv, `uv python install`), "
+        f"or name one in {VARIABLE}"
+    )
 
 
 def base_prefix(python: Path) -> Path:
@@ -38,25 +52,29 @@ def base_prefix(python: Path) -> Path:
     return python.resolve().parent.parent
 
 
+def _dotted(version: tuple[int, int]) -> str:
+    return ".".join(map(str, version))
+
+
 def _candidates() -> Iterator[Path]:
     if named := os.environ.get(VARIABLE):
-        yield Path(named).resolve()
+        yield Path(named)
         return
-    yield Path(os.path.realpath(sys.executable))
-    names = [f"python3.{minor}" for minor in range(11, NEWEST[1] + 1)]
-    for name in names:
+    yield Path(sys.executable)
+    for minor in range(11, NEWEST[1] + 1):
+        name = f"python3.{minor}"
         if path := shutil.which(name):
-            yield Path(path).resolve()
-        for folder in (Path("~/.pyenv/versions"), Path("~/.local/share/uv/python"), Path("/opt"), Path("/usr/local")):
-            yield from (path.resolve() for path in folder.expanduser().glob(f"*/bin/{name}"))
+            yield Path(path)
+        for folder in FOLDERS:
+            yield from sorted(Path(folder).expanduser().glob(f"*/bin/{name}"))
 
 
 @functools.cache
-def _version(python: Path) -> tuple[int, ...]:
-    """(major, minor), asked of the interpreter; (0,) for what does not run, such as pyenv's stand-ins."""
-    words = "import sys, ensurepip; print(sys.version_info[0], sys.version_info[1])"
+def _ask(path: Path) -> Python | None:
+    """Asked of the interpreter itself: pyenv's stand-ins name the one that they start, or fail."""
     try:
-        done = subprocess.run([python, "-I", "-c", words], capture_output=True, text=True, timeout=ASK_S, check=False)
-    except (OSError, subprocess.TimeoutExpired):
-        return (0,)
-    return tuple(int(number) for number in re.findall(r"\d+", done.stdout)) if done.returncode == 0 else (0,)
+        done = subprocess.run([path, "-I", "-c", ASK], capture_output=True, text=True, timeout=ASK_S, check=True)
+        (major, minor), binary = json.loads(done.stdout)
+    except (OSError, ValueError, subprocess.SubprocessError):
+        return None
+    return Python((major, minor), Path(binary))
