@@ -9,8 +9,10 @@ import argparse
 import json
 import logging
 import os
+import shutil
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
@@ -20,6 +22,7 @@ from pipeline.harness.base import HarnessRecipe, get_harness, harness_names, har
 from pipeline.harness.warm import warm_up
 
 MARKER = "installed.json"
+DRAFT_S = 6 * 3600.0
 
 logger = logging.getLogger(__name__)
 
@@ -61,6 +64,7 @@ def installed(name: str, root: Path) -> bool:
 
 def _install(recipe: HarnessRecipe, root: Path) -> None:
     root.mkdir(parents=True, exist_ok=True)
+    _sweep(root)
     lock = locks_of(recipe.name)
     if lock is None:
         logger.warning("%s has no lock: all that it needs is taken at today's newest version", recipe.name)
@@ -75,6 +79,14 @@ def _install(recipe: HarnessRecipe, root: Path) -> None:
     if not installed(recipe.name, root):
         wanted = f"{recipe.packaging.package} {recipe.version}"
         raise UserError(f"the installer ended well, but {root / recipe.installed_as} holds no {wanted}")
+
+
+def _sweep(root: Path) -> None:
+    """Remove what killed installs left, once it is too old to belong to a living one."""
+    for draft in root.glob(".*-*"):
+        with suppress(OSError):  # another one sweeps too
+            if time.time() - draft.stat().st_mtime > DRAFT_S:
+                shutil.rmtree(draft, ignore_errors=True)
 
 
 def _publish(recipe: HarnessRecipe, prefix: Path, place: Path, old: Path) -> None:

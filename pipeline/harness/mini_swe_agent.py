@@ -1,4 +1,4 @@
-"""mini-SWE-agent: one tool (bash), a short prompt, Chat Completions without streaming. It never compacts its history."""
+"""mini-SWE-agent: one tool (bash), a short prompt, Chat Completions without streaming; it never compacts."""
 
 from pipeline.harness.base import Action, HarnessRecipe
 from pipeline.harness.packages import Pip
