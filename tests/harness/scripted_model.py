@@ -25,7 +25,7 @@ class Request:
 
 
 class ScriptedServer:
-    """Answers every POST by ``script(body)``, streamed as ``dialect`` does, on the listener of a sandbox.
+    """Answers every POST by ``script(body)``, streamed as ``dialect`` does if asked, on the listener of a sandbox.
 
     Each answer says that its prompt had ``tokens(body)`` tokens.
     """
@@ -41,16 +41,18 @@ class ScriptedServer:
             lines = (await reader.readuntil(b"\r\n\r\n")).decode().strip().split("\r\n")
             headers = {name.lower(): value for name, value in (line.split(": ", 1) for line in lines)}
             content = await reader.readexactly(int(headers.get("content-length", 0)))
-            stream = self._answer(Request(path, headers, json.loads(content))) if method == "POST" else b""
-            head = f"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ncontent-length: {len(stream)}\r\n\r\n"
-            writer.write(head.encode() + stream)
+            answer = self._answer(Request(path, headers, json.loads(content))) if method == "POST" else b""
+            kind = "application/json" if answer.startswith(b"{") else "text/event-stream"
+            head = f"HTTP/1.1 200 OK\r\ncontent-type: {kind}\r\ncontent-length: {len(answer)}\r\n\r\n"
+            writer.write(head.encode() + answer)
             await writer.drain()
         writer.close()
 
     def _answer(self, request: Request) -> bytes:
         self.requests.append(request)
         body = request.body
-        return self.dialect.stream(self.script(body), self.tokens(body), f"c{len(self.requests)}")
+        say = chat_at_once if self.dialect is DIALECTS["chat"] and not body.get("stream") else self.dialect.stream
+        return say(self.script(body), self.tokens(body), f"c{len(self.requests)}")
 
     @asynccontextmanager
     async def on(self, listener: socket.socket) -> AsyncIterator[ScriptedServer]:
@@ -94,6 +96,24 @@ def chat(action: Action, tokens: int, call_id: str) -> bytes:
     chunks: list[Json] = [{**head, "choices": [{"index": 0, **choice}]} for choice in choices]
     usage = {"prompt_tokens": tokens, "completion_tokens": 5, "total_tokens": tokens + 5}
     return _events([*chunks, {**head, "choices": [], "usage": usage}]) + b"data: [DONE]\n\n"
+
+
+def chat_at_once(action: Action, tokens: int, call_id: str) -> bytes:
+    """Chat Completions without a stream."""
+    call = {
+        "id": call_id,
+        "type": "function",
+        "function": {"name": action.tool, "arguments": json.dumps(action.arguments)},
+    }
+    said: Json = {"content": None, "tool_calls": [call]} if action.tool else {"content": action.text}
+    choice = {
+        "index": 0,
+        "message": {"role": "assistant", **said},
+        "finish_reason": "tool_calls" if action.tool else "stop",
+    }
+    usage = {"prompt_tokens": tokens, "completion_tokens": 5, "total_tokens": tokens + 5}
+    body = {"id": "x", "object": "chat.completion", "created": 1, "model": "m", "choices": [choice], "usage": usage}
+    return json.dumps(body).encode()
 
 
 def anthropic(action: Action, tokens: int, call_id: str) -> bytes:
