@@ -24,7 +24,7 @@ CHAT_TEMPLATE = """\
 {%- if loop.first and tools %}
 {{- '\\n\\n# Tools\\n' }}
 {%- for tool in tools %}
-{{- tool.function.name + '(' + (tool.function.parameters.properties or {}) | join(', ') + ')\\n' }}
+{{- tool.function.name + '(' + ((tool.function.parameters or {}).properties or {}) | join(', ') + ')\\n' }}
 {%- endfor %}
 {%- endif %}
 {{- '<|im_end|>\\n' }}
@@ -56,7 +56,7 @@ class TinyShape:
     kv_heads: int = 2
     head_dim: int = 32
     intermediate: int = 384
-    positions: int = 32768
+    positions: int = 65536
     rope_theta: float = 10000.0
 
 

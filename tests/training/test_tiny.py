@@ -11,7 +11,15 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 
 import pipeline
 from pipeline.tasks.generate import WORDS
-from pipeline.training.tiny import MARKERS, TURN_END, TinyShape, build_model, save_checkpoint, train_tokenizer
+from pipeline.training.tiny import (
+    CHAT_TEMPLATE,
+    MARKERS,
+    TURN_END,
+    TinyShape,
+    build_model,
+    save_checkpoint,
+    train_tokenizer,
+)
 
 SHIPPED = Path(pipeline.__file__).parent / "assets" / "quickstart-model"
 TOOL = {"name": "bash", "description": "Run.", "parameters": {"properties": {"command": {}, "timeout": {}}}}
@@ -41,6 +49,12 @@ def test_template_lists_tools_without_a_system_message(tokenizer: PreTrainedToke
     assert render(tokenizer, [{"role": "user", "content": "u"}]).count("bash(") == 1
 
 
+def test_template_takes_a_tool_without_parameters(tokenizer: PreTrainedTokenizerFast) -> None:
+    tools = [{"type": "function", "function": {"name": "stop"}}]
+    asked = [{"role": "user", "content": "u"}]
+    assert "stop()" in str(tokenizer.apply_chat_template(asked, tools=tools, tokenize=False))
+
+
 @pytest.mark.parametrize("text", ["<tool_call>\n{}</tool_call>", "naïve ☃ \x00 \t tabs", "  two  spaces\n\n"])
 def test_tokenizer_loses_nothing(tokenizer: PreTrainedTokenizerFast, text: str) -> None:
     ids = tokenizer(text, add_special_tokens=False)["input_ids"]
@@ -60,5 +74,6 @@ def test_shipped_checkpoint_is_small_and_whole() -> None:
     tokenizer = AutoTokenizer.from_pretrained(SHIPPED)
     model = AutoModelForCausalLM.from_pretrained(SHIPPED, dtype=torch.float32)
     assert model.config.vocab_size == len(tokenizer) and model.config.head_dim == 32
+    assert model.config.max_position_embeddings == TinyShape.positions and tokenizer.chat_template == CHAT_TEMPLATE
     assert all(len(tokenizer(f" {word}")["input_ids"]) == 1 for word in WORDS)
     assert all(len(tokenizer(marker)["input_ids"]) == 1 for marker in (*MARKERS, TURN_END))
