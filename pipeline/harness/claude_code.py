@@ -34,8 +34,13 @@ RECIPE = HarnessRecipe(
         "DISABLE_ERROR_REPORTING": "1",
         "DISABLE_BUG_COMMAND": "1",
     },
+    limits={"turns": "CLAUDE_CODE_MAX_TURNS", "retries": "CLAUDE_CODE_MAX_RETRIES"},
     tool_log=r'"type":"tool_use"',
     shell=Action("Bash", {"command": "$command", "description": "run a command"}),
+    subagent=Action("Agent", {"description": "help", "prompt": "$prompt", "subagent_type": "general-purpose"}),
+    compacts=True,
 )
 
-BARE = dataclasses.replace(RECIPE, name="claude-code-bare", installation="claude-code", argv=(*RECIPE.argv, "--bare"))
+BARE = dataclasses.replace(
+    RECIPE, name="claude-code-bare", installation="claude-code", argv=(*RECIPE.argv, "--bare"), subagent=None
+)

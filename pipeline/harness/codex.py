@@ -31,9 +31,10 @@ RECIPE = HarnessRecipe(
     ),
     env={"TERM": "dumb", "CAPTURE_KEY": "$key"},
     home_files={".codex/config.toml": CONFIG},
-    exit_codes={1: "agent_crash"},
-    tool_log=r'"type":"item\.completed","item":\{"id":"[^"]*","type":"(command_execution|file_change|mcp_tool_call)"',
+    # it shows no goals that are set and no input to commands that run
+    tool_log=r'"type":"item.started","item":{"id":"\w+","type":"(command_execution|collab_tool_call)"|router: error=',
     shell=Action("exec_command", {"cmd": "$command"}),
     subagent=Action("spawn_agent", {"message": "$prompt"}, namespace="multi_agent_v1"),
+    limits={"retries": "-c model_providers.capture.request_max_retries=N -c …stream_max_retries=N"},
     compacts=True,
 )

@@ -3,6 +3,7 @@
 from pipeline.harness.base import Action, HarnessRecipe
 from pipeline.harness.packages import Npm
 
+STATUSES = tuple(status & 255 for status in (401, 403, 404, 429, 500, 502, 503, 504))
 RECIPE = HarnessRecipe(
     name="gemini-cli",
     version="0.61.0",
@@ -27,10 +28,12 @@ RECIPE = HarnessRecipe(
             "general": {"enableAutoUpdate": False, "enableAutoUpdateNotification": False},
         }
     },
-    exit_codes={53: "call_budget"},
-    loop_guard="Loop detected",
+    # a failing API ends it with status & 255, a setting that it does not like with a number below 64
+    exit_codes={53: "call_budget", 54: "agent_crash"}
+    | dict.fromkeys((41, 42, 44, 52, 55, *STATUSES), "infrastructure"),
+    loop_guard="Loop detected, stopping execution",
     tool_log=r'"type":"tool_use"',
     shell=Action("run_shell_command", {"command": "$command", "description": "run a command"}),
+    limits={"turns": "settings.json: model.maxSessionTurns", "attempts": "settings.json: general.maxAttempts"},
     subagent=Action("invoke_agent", {"agent_name": "generalist", "prompt": "$prompt"}),
-    compacts=True,
 )

@@ -47,7 +47,6 @@ RECIPE = HarnessRecipe(
             },
         }
     },
-    exit_codes={1: "agent_crash"},
     tool_log=r'"type":"tool_use"',
     shell=Action("bash", {"command": "$command", "description": "run a command"}),
     subagent=Action("task", {"description": "help", "prompt": "$prompt", "subagent_type": "general"}),

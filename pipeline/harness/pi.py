@@ -21,6 +21,8 @@ RECIPE = HarnessRecipe(
         "NODE_COMPILE_CACHE": "$prefix/compile-cache",
     },
     home_files={
+        # it compacts when less than an answer's room is left, and keeps as much of the end as it was
+        ".pi/agent/settings.json": {"compaction": {"reserveTokens": "$max_tokens", "keepRecentTokens": "$max_tokens"}},
         ".pi/agent/models.json": {
             "providers": {
                 "capture": {
@@ -40,9 +42,11 @@ RECIPE = HarnessRecipe(
                     ],
                 }
             }
-        }
+        },
     },
     warm_up=True,
+    limits={"retries": ".pi/agent/settings.json: retry.maxRetries"},
     tool_log=r'"type":"tool_execution_end"',
     shell=Action("bash", {"command": "$command"}),
+    compacts=True,
 )

@@ -17,6 +17,8 @@ RECIPE = HarnessRecipe(
         "OPENAI_API_KEY": "$key",
         "OPENAI_BASE_URL": "$base_url/v1",
         "OPENAI_MODEL": "$model",
+        "QWEN_CODE_MAX_OUTPUT_TOKENS": "$max_tokens",
+        "QWEN_CODE_NO_RELAUNCH": "true",  # else it starts itself anew to be allowed half of the machine's memory
         "QWEN_CODE_API_TIMEOUT_MS": "0",  # else it gives up an answer after two minutes and asks again
     },
     home_files={
@@ -24,12 +26,15 @@ RECIPE = HarnessRecipe(
             "security": {"auth": {"selectedType": "openai"}},
             "privacy": {"usageStatisticsEnabled": False},
             "telemetry": {"enabled": False},
+            "model": {"generationConfig": {"contextWindowSize": "$context_tokens"}},
             "general": {"disableAutoUpdate": True, "enableAutoUpdate": False},
         }
     },
-    exit_codes={53: "call_budget"},
+    exit_codes={53: "call_budget", 55: "call_budget"} | dict.fromkeys((42, 44, 52), "infrastructure"),
+    loop_guard="Loop detection halted the run",
     tool_log=r'"type":"tool_use"',
     shell=Action("run_shell_command", {"command": "$command", "description": "run a command", "is_background": False}),
+    limits={"turns": "--max-session-turns N", "tool calls": "--max-tool-calls N", "seconds": "--max-wall-time N"},
     subagent=Action("agent", {"description": "help", "prompt": "$prompt", "subagent_type": "general-purpose"}),
     compacts=True,
 )
