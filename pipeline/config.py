@@ -104,6 +104,8 @@ class MixConfig:
 
     harnesses: list[str] = MISSING
     weights: dict[str, float] = field(default_factory=dict)  # 1 where none is given
+    set_aside_after: int = 3  # groups in a row that failed by a harness's own infrastructure; 0 = never
+    readmit: list[str] = field(default_factory=list)  # harnesses that an earlier attempt set aside, to try again
 
 
 @dataclass

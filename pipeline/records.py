@@ -133,13 +133,14 @@ class Row:
 
 
 class Outcome(enum.StrEnum):
-    """How a rollout ended. Only INFRASTRUCTURE is never scored."""
+    """How a rollout ended (docs/outcomes.md). Only INFRASTRUCTURE is never scored."""
 
     SOLVED = "solved"
     UNSOLVED = "unsolved"
     AGENT_TIMEOUT = "agent_timeout"
     AGENT_CRASH = "agent_crash"
     CALL_BUDGET = "call_budget"
+    LOOP_GUARD = "loop_guard"
     INFRASTRUCTURE = "infrastructure"
 
 

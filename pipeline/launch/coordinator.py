@@ -19,6 +19,7 @@ from pipeline.report.store import append_jsonl, read_group
 from pipeline.stages.advantage import enough_graded, load_reward, score, to_train_group
 from pipeline.stages.evaluation import Cells
 from pipeline.stages.flow import GroupFlow, ReadyGroup
+from pipeline.stages.outcome import harness_failed
 
 LONG_POLL_S = 5.0
 
@@ -54,6 +55,7 @@ class Coordinator:
         self.stats: dict[str, dict[str, Any]] = {}
         self.failure: str | None = None  # why an engine rank gave up
         self.interrupted = False  # someone asked for a checkpoint and the end
+        self.checkpoint_wanted = False  # something happened that a crash must not undo
         self.progress = Progress()
         self.events: deque[dict[str, Any]] = deque(maxlen=500)
         self.phase = "starting"
@@ -135,6 +137,9 @@ class Coordinator:
         if self.flow is None or self.phase != "train":
             return None
         lease = self.flow.lease(engine, PolicyVersion.parse(known.weights))
+        while self.flow.passed_over:
+            spec = self.flow.passed_over.pop(0)
+            self._note(spec.group_id, "abandoned", self.flow.state.ended[spec.group_id][1])
         if lease is None:
             return None
         oldest = self.flow.version.n - self.config.algorithm.max_staleness
@@ -159,10 +164,13 @@ class Coordinator:
         if not self.flow.holds(group_id, work["lease_id"]):
             return self._note(group_id, "ignored", "its lease had been taken back")
         self._count(records)
+        reasons = "; ".join(sorted({r.verdict.reason for r in records if r.verdict.reward is None}))[:300]
+        if self.flow.judge_harness(work["harness"], harness_failed(records, work["size"]), reasons):
+            self._raise_alarm(work["harness"], self.flow.state.set_aside[work["harness"]])
         if not enough_graded(records, work["size"]):
-            reasons = "; ".join(sorted({r.verdict.reason for r in records if r.verdict.reward is None}))[:300]
             again = self.flow.fail(group_id, reasons)
-            return self._note(group_id, "rerolled" if again else "abandoned", reasons)
+            ending = "rerolled" if again else self.flow.state.ended[group_id][0]
+            return self._note(group_id, ending, reasons if again else self.flow.state.ended[group_id][1])
         group = to_train_group(records, work["size"], self.config.algorithm.normalize_std)
         if group is None:
             self.flow.skip(group_id, "no contrast")
@@ -180,7 +188,15 @@ class Coordinator:
         self.progress.rollouts += len(records)
         for record in records:
             passed = record.outcome is Outcome.SOLVED
-            self.emit("rollout", harness=record.harness, reward=record.verdict.reward, passed=passed)
+            differs = record.info.get("tool_calls_differ")
+            self.emit("rollout", harness=record.harness, reward=record.verdict.reward, passed=passed, differs=differs)
+
+    def _raise_alarm(self, harness: str, reason: str) -> None:
+        """A harness was set aside: say so on the terminal and in the ledger, and keep it over a crash."""
+        self.checkpoint_wanted = True
+        entry = {"t": time.time(), "harness": harness, "what": "set aside", "reason": reason}
+        append_jsonl(self.attempt.ledger, entry)
+        self.emit("error", text=aside_text(harness, reason))
 
     def _note(self, group_id: str, what: str, reason: str) -> None:
         append_jsonl(self.attempt.ledger, {"t": time.time(), "group": group_id, "what": what, "reason": reason})
@@ -257,6 +273,12 @@ class Coordinator:
         with self._changed:
             self._changed.wait(seconds)
 
+    def flow_state(self) -> dict[str, Any]:
+        """What a checkpoint keeps of the flow."""
+        assert self.flow is not None
+        with self._changed:
+            return self.flow.state.to_json()
+
     def take_batch(self) -> list[ReadyGroup] | None:
         assert self.flow is not None
         with self._changed:
@@ -284,6 +306,11 @@ class Coordinator:
         with self._changed:
             self._stopping = True
             self._changed.notify_all()
+
+
+def aside_text(harness: str, reason: str) -> str:
+    """What the person at the terminal reads of a harness that is set aside."""
+    return f"ALARM: {harness} is set aside and gets no more groups (mix.readmit=[{harness}] tries it again). {reason}"
 
 
 def _train_work(spec: GroupSpec, lease_id: int) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from pathlib import Path
 from pipeline.config import Config, UserError
 from pipeline.engine.device import transfer_kind
 from pipeline.engine.server import reserve_port
-from pipeline.harness.base import get_harness, harness_root
+from pipeline.harness.base import HarnessRecipe, get_harness, harness_root
 from pipeline.launch.data import load_split
 from pipeline.launch.run_directory import RunDirectory
 from pipeline.sandbox.base import make_sandbox
@@ -68,6 +68,14 @@ def _check_numbers(config: Config) -> None:
     }.items():
         if value < 1:
             raise UserError(f"{name}={value} must be at least 1")
+    for name, value in {
+        "harness.retries": config.harness.retries,
+        "evaluation.retries": config.evaluation.retries,
+        "algorithm.max_rerolls": algorithm.max_rerolls,
+        "mix.set_aside_after": config.mix.set_aside_after,
+    }.items():
+        if value < 0:
+            raise UserError(f"{name}={value} must not be negative")
 
 
 def _check_names(config: Config) -> None:
@@ -113,15 +121,26 @@ def _in_hub_cache(name: str) -> bool:
 
 
 def _check_harnesses(config: Config) -> None:
-    if len(set(config.mix.harnesses)) < len(config.mix.harnesses):
-        raise UserError(f"mix.harnesses={config.mix.harnesses} names one twice")
-    if not config.mix.harnesses:
+    mix = config.mix
+    if len(set(mix.harnesses)) < len(mix.harnesses):
+        raise UserError(f"mix.harnesses={mix.harnesses} names one twice")
+    if not mix.harnesses:
         raise UserError("mix.harnesses is empty: name at least one harness")
-    if strangers := sorted(set(config.mix.weights) - set(config.mix.harnesses)):
-        raise UserError(f"mix.weights names {', '.join(strangers)}: not in mix.harnesses={config.mix.harnesses}")
-    weighted_cycle(config.mix.harnesses, config.mix.weights)
-    for name in config.mix.harnesses:
-        get_harness(name).check_installed(harness_root(config.harness.home))
+    for key, names in (("weights", mix.weights), ("readmit", mix.readmit)):
+        if strangers := sorted(set(names) - set(mix.harnesses)):
+            raise UserError(f"mix.{key} names {', '.join(strangers)}: not in mix.harnesses={mix.harnesses}")
+    weighted_cycle(mix.harnesses, mix.weights)
+    recipes = [get_harness(name) for name in mix.harnesses]
+    if complaints := [text for recipe in recipes if (text := _complaint(recipe, config))]:
+        raise UserError("; ".join(complaints))
+
+
+def _complaint(recipe: HarnessRecipe, config: Config) -> str | None:
+    try:
+        recipe.check_installed(harness_root(config.harness.home))
+    except UserError as error:
+        return str(error)
+    return None
 
 
 def _check_place(run_dir: Path) -> None:

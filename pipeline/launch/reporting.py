@@ -5,6 +5,7 @@ done again.
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,8 @@ from pipeline.stages.evaluation import INCOMPLETE
 def report_run(config: Config, run: RunDirectory) -> int:
     """Write and show the report. Returns 3 when rollouts of an evaluation are ungraded, else 0."""
     metrics = read_metrics(run.root)
-    results = build_results(_evaluated(run, "before"), _evaluated(run, "after"), metrics, _meta(config, run))
+    before, after = _evaluated(run, "before"), _evaluated(run, "after")
+    results = build_results(before, after, metrics, _meta(config, run, [*before, *after]))
     learning_curve(metrics, run.report / "curve.png", results)
     write_text(run.report / "table.md", markdown_table(results))
     write_results(run.results, results)
@@ -41,15 +43,22 @@ def _evaluated(run: RunDirectory, label: str) -> list[RolloutRecord]:
     return [record for path in sorted(run.evaluation(label).glob("*.parquet")) for record in read_group(path)]
 
 
-def _meta(config: Config, run: RunDirectory) -> Meta:
+def _meta(config: Config, run: RunDirectory, records: Sequence[RolloutRecord]) -> Meta:
     done = run.done or {}
     return Meta(
         seed=config.seed,
         rollouts=int(done.get("rollouts", 0)),
         wall_s={**_gates(run.root / "gates.json"), **done.get("wall_s", {})},
-        harness_versions={name: get_harness(name).version for name in config.mix.harnesses},
+        harness_versions={name: _version(name, records) for name in config.mix.harnesses},
+        set_aside=done.get("set_aside", {}),
         planned=_planned(config, run),
     )
+
+
+def _version(harness: str, records: Sequence[RolloutRecord]) -> str:
+    """The version that ran, which is not today's after an upgrade; today's if nothing was evaluated."""
+    ran = {str(record.info["harness_version"]) for record in records if record.harness == harness and record.info}
+    return ", ".join(sorted(ran)) or get_harness(harness).version
 
 
 def _gates(path: Path) -> dict[str, Any]:

@@ -143,12 +143,13 @@ class RunDirectory:
 
 # May differ between two commands on one run directory without making it another experiment.
 _FREE = ("fresh", "logging", "concurrency", "cluster", "engine", "run_dir", "stage", "collect", "sft")
+_FREE_KEYS = ("mix.readmit", "mix.set_aside_after")
 
 
 def differing_keys(old: Any, new: Any) -> list[str]:
     """Dotted keys in which two configurations differ, apart from those that may change between attempts."""
     flat_old, flat_new = _flatten(OmegaConf.to_container(old)), _flatten(OmegaConf.to_container(new))
-    keys = sorted(flat_old.keys() | flat_new.keys())
+    keys = sorted(key for key in flat_old.keys() | flat_new.keys() if key not in _FREE_KEYS)
     return [key for key in keys if key.split(".")[0] not in _FREE and flat_old.get(key) != flat_new.get(key)]
 
 

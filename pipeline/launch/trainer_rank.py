@@ -11,9 +11,9 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from typing import Any
 
-from pipeline.config import Config
+from pipeline.config import Config, UserError
 from pipeline.engine.transfer import SyncTimings, Transfer, TransferError, make_transfer
-from pipeline.launch.coordinator import Coordinator, Engine
+from pipeline.launch.coordinator import Coordinator, Engine, aside_text
 from pipeline.launch.data import load_splits
 from pipeline.launch.rpc import RpcClient, RpcError, RpcServer
 from pipeline.launch.run_directory import RENDEZVOUS_S, Attempt
@@ -45,7 +45,14 @@ class TrainerRank:
         self.state = self._load_state()
         flow_state = FlowState.from_json(self.state["flow"])
         schedule = make_schedule(self.train_tasks, config)
-        self.flow = GroupFlow(schedule, config.algorithm, config.training.updates, flow_state, attempt.number)
+        self.flow = GroupFlow(
+            schedule,
+            config.algorithm,
+            config.training.updates,
+            flow_state,
+            attempt.number,
+            config.mix.set_aside_after,
+        )
         self.coordinator = Coordinator(config, attempt, self.flow)
         self.scratch = attempt.new_scratch("weights")
         self.transfers: dict[str, Transfer] = {}
@@ -63,6 +70,7 @@ class TrainerRank:
         server = RpcServer(self.coordinator.methods, token)
         self.attempt.publish("coordinator", {"url": server.url, "token": token})
         try:
+            self._recall_alarms()
             with self._phase("start"):
                 self._await_engine()
             self._evaluate("before", self.config.evaluation.before and self.flow.state.update == 0)
@@ -76,6 +84,21 @@ class TrainerRank:
             server.stop()
             self.metrics.close()
             shutil.rmtree(self.scratch, ignore_errors=True)
+
+    def _recall_alarms(self) -> None:
+        """Which harnesses an earlier attempt set aside. Raises UserError when none is left."""
+        for harness in self.flow.readmit(self.config.mix.readmit):
+            self.coordinator.emit("message", text=f"{harness} was set aside and is tried again")
+        for harness, reason in self.flow.state.set_aside.items():
+            self.coordinator.emit("error", text=aside_text(harness, reason))
+        self._check_stranded()
+
+    def _check_stranded(self) -> None:
+        """Raises UserError when every harness is set aside and no group is out any more."""
+        if self.flow.stranded and not self.flow.leases and self.flow.state.update < self.config.training.updates:
+            reasons = "; ".join(f"{harness}: {reason}" for harness, reason in self.flow.state.set_aside.items())
+            names = ",".join(self.flow.state.set_aside)
+            raise UserError(f"every harness of the mix is set aside; mend them, then mix.readmit=[{names}]. {reasons}")
 
     @contextmanager
     def _phase(self, name: str) -> Iterator[None]:
@@ -109,6 +132,9 @@ class TrainerRank:
             raise Interrupted("interrupted; a checkpoint was written")
         if self.coordinator.failure:
             raise RuntimeError(f"engine rank {self.coordinator.failure}")
+        if self.coordinator.checkpoint_wanted:
+            self.coordinator.checkpoint_wanted = False
+            self.save()
         for name in self.coordinator.lost_engines(ENGINE_SILENCE_S):
             log.warning("engine rank %s was silent for %.0f s; its groups are scheduled again", name, ENGINE_SILENCE_S)
             if not self.coordinator.seen:
@@ -136,6 +162,7 @@ class TrainerRank:
             if batch is not None:
                 return batch
             self._check_the_others()
+            self._check_stranded()
             if time.monotonic() > deadline:
                 raise TimeoutError(f"no batch within {STALL_S:g} s: {self.coordinator.status()['now']}")
             self._sync_engines()
@@ -166,6 +193,8 @@ class TrainerRank:
             "sample/dropped_stale_total": float(dropped),
             "sample/rollout_queue_size": float(len(self.flow.ready)),
             "rollouts_total": float(self.state["rollouts"]),
+            "harnesses_set_aside": float(len(self.flow.state.set_aside)),
+            **{f"{harness}/set_aside": 1.0 for harness in self.flow.state.set_aside},
         }
         self.metrics.log(self.flow.state.update, metrics)
         self.coordinator.emit("update", update=self.flow.state.update, metrics=metrics)
@@ -268,14 +297,15 @@ class TrainerRank:
         """Write a checkpoint, unless a newer attempt has taken the run over."""
         self.attempt.check_fence()
         self._account()
-        self.state |= {"flow": self.flow.state.to_json(), "attempt": self.attempt.number}
+        self.state |= {"flow": self.coordinator.flow_state(), "attempt": self.attempt.number}
         self.trainer.save(self.run.checkpoints, self.state)
 
     def _finish(self) -> None:
         self.attempt.check_fence()
         self.save()
         self.trainer.export(self.run.root / "model")
-        self.attempt.publish("done", {"wall_s": self.state["wall_s"], "rollouts": self.state["rollouts"]})
+        kept = {name: self.state[name] for name in ("wall_s", "rollouts")}
+        self.attempt.publish("done", kept | {"set_aside": self.flow.state.set_aside})
 
 
 def _rename(control: RpcClient, version: PolicyVersion, timeout_s: float) -> None:

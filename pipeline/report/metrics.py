@@ -16,13 +16,14 @@ from statistics import fmean, pstdev
 from typing import Any
 
 from pipeline.config import LoggingConfig
-from pipeline.records import PolicyVersion, RolloutRecord, TrainGroup
+from pipeline.records import Outcome, PolicyVersion, RolloutRecord, TrainGroup
 from pipeline.report.store import append_jsonl, read_jsonl, write_text
 
 METRICS_FILE = "metrics.jsonl"
 WANDB_ID_FILE = "wandb_id"
 EQUAL = 1e-9
 WANDB_TIMEOUT_S = 60
+FAILURES = tuple(outcome for outcome in Outcome if outcome not in (Outcome.SOLVED, Outcome.UNSOLVED))
 
 log = logging.getLogger(__name__)
 
@@ -54,6 +55,12 @@ def malformed_rate(records: Iterable[RolloutRecord]) -> float | None:
     known = graded(records)
     calls = sum(record.calls for record in known)
     return sum(record.malformed for record in known) / calls if calls else None
+
+
+def log_difference(records: Iterable[RolloutRecord]) -> float | None:
+    """The share of graded rollouts whose tool calls are not those of the harness's own log; None without a log."""
+    known = (record.info.get("tool_calls_differ") for record in graded(records))
+    return _mean(float(differs) for differs in known if differs is not None)
 
 
 def by_harness(records: Iterable[RolloutRecord]) -> dict[str, list[RolloutRecord]]:
@@ -118,6 +125,7 @@ def evaluation_metrics(records: Sequence[RolloutRecord], planned: int | None = N
         values[f"eval/{harness}/pass@1"] = pass_rate(own)
         values[f"eval/{harness}/tool_calls"] = mean_tool_calls(own)
         values[f"eval/{harness}/malformed_rate"] = malformed_rate(own)
+        values[f"eval/{harness}/tool_log_difference"] = log_difference(own)
     return _known(values)
 
 
@@ -217,6 +225,8 @@ def _harness_values(own: Sequence[RolloutRecord]) -> dict[str, float | None]:
         "malformed_rate": malformed_rate(own),
         "turns": _mean(record.calls for record in graded(own)),
         "rollout_s": _mean(record.wall_s for record in graded(own)),
+        "tool_log_difference": log_difference(own),
+        **{f"{outcome}_rate": _mean(float(record.outcome is outcome) for record in own) for outcome in FAILURES},
     }
 
 

@@ -1,7 +1,8 @@
 """Live progress of a run: a rich view in a terminal, one plain line an update elsewhere. Fed by plain dict events.
 
 Events by ``kind``: ``phase`` (name; done and total for work that is counted), ``update`` (update, metrics), ``state``
-(any of in_flight, queue, tokens_s, staleness), ``rollout`` (harness, reward, passed), ``message`` and ``error`` (text).
+(any of in_flight, queue, tokens_s, staleness), ``rollout`` (harness, reward, passed; differs: whether its tool calls
+are not those of the harness's own log, None without one), ``message`` and ``error`` (text).
 The names inside ``metrics`` are those of metrics.jsonl.
 """
 
@@ -37,10 +38,13 @@ class _Recent:
 
     rewards: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT))
     passed: deque[bool] = field(default_factory=lambda: deque(maxlen=RECENT))
+    differs: deque[bool] = field(default_factory=lambda: deque(maxlen=RECENT))
     done: int = 0
 
-    def add(self, reward: float | None, passed: bool) -> None:
+    def add(self, reward: float | None, passed: bool, differs: bool | None) -> None:
         self.done += 1
+        if differs is not None:
+            self.differs.append(differs)
         if reward is not None:
             self.rewards.append(reward)
             self.passed.append(passed)
@@ -142,7 +146,7 @@ def _on_state(state: _State, event: Event) -> None:
 
 
 def _on_rollout(state: _State, event: Event) -> None:
-    state.harnesses.setdefault(event["harness"], _Recent()).add(event["reward"], event["passed"])
+    state.harnesses.setdefault(event["harness"], _Recent()).add(event["reward"], event["passed"], event.get("differs"))
 
 
 def _on_message(state: _State, event: Event) -> str:
@@ -236,7 +240,7 @@ def _figures_line(state: _State) -> Text:
 def _harness_table(state: _State) -> Table:
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
     table.add_column("harness")
-    for heading in ("rollouts", f"pass, last {RECENT}", f"reward, last {RECENT}"):
+    for heading in ("rollouts", f"pass, last {RECENT}", f"reward, last {RECENT}", "log differs"):
         table.add_column(heading, justify="right")
     for name, recent in sorted(state.harnesses.items()):
         rewards, passed = list(recent.rewards), list(recent.passed)
@@ -245,6 +249,7 @@ def _harness_table(state: _State) -> Table:
             str(recent.done),
             f"{sum(passed) / len(passed):.0%}" if passed else "–",
             f"{sum(rewards) / len(rewards):.3f}" if rewards else "–",
+            f"{sum(recent.differs) / len(recent.differs):.0%}" if recent.differs else "–",
         )
     return table
 

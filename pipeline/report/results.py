@@ -4,13 +4,22 @@ from __future__ import annotations
 
 import platform
 import subprocess
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any, TypedDict
 
 from pipeline.records import RolloutRecord
-from pipeline.report.metrics import by_harness, graded, malformed_rate, mean_tool_calls, pass_rate, solved
+from pipeline.report.metrics import (
+    by_harness,
+    graded,
+    log_difference,
+    malformed_rate,
+    mean_tool_calls,
+    pass_rate,
+    solved,
+)
 from pipeline.report.statistics import Cell, Difference, mcnemar, paired_bootstrap, wilson
 from pipeline.report.store import write_json
 
@@ -20,7 +29,8 @@ STALENESS = "sample/staleness_max"
 
 
 class Meta(TypedDict):
-    """What only the launcher knows: seed, training rollouts, seconds by phase, harness versions, planned evaluation.
+    """What only the launcher knows: seed, training rollouts, seconds by phase, harness versions, why harnesses were set
+    aside, planned evaluation.
 
     ``planned`` is the number of rollouts an evaluation should hold; fewer graded ones make the result provisional.
     """
@@ -29,6 +39,7 @@ class Meta(TypedDict):
     rollouts: int
     wall_s: dict[str, float]
     harness_versions: dict[str, str]
+    set_aside: dict[str, str]
     planned: int
 
 
@@ -48,6 +59,7 @@ def build_results(
         "provisional": any(len(graded(side)) < planned for side in (before, after) if side),
         "updates": max(_column(metrics, "update"), default=0),
         "rollouts": meta["rollouts"],
+        "set_aside": meta["set_aside"],
         "wall_s": _wall(meta["wall_s"]),
         "sync_s": _mean_of(metrics, SYNC),
         "sync_max_s": max(_column(metrics, SYNC), default=None),
@@ -109,6 +121,8 @@ def _figures(records: Sequence[RolloutRecord]) -> dict[str, Any]:
         "interval": list(wilson(passed, len(known))),
         "tool_calls": mean_tool_calls(records),
         "malformed_rate": malformed_rate(records),
+        "tool_log_difference": log_difference(records),
+        "outcomes": dict(sorted(Counter(record.outcome.value for record in records).items())),
         "ungraded": len(records) - len(known),
     }
 

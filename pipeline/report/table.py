@@ -29,14 +29,24 @@ def table_rows(results: Results) -> Iterator[tuple[str, ...]]:
 
 
 def closing_sentence(results: Results) -> str:
-    """The change in one sentence, and a warning when rollouts are missing."""
+    """The change in one sentence, what speaks against trusting it, and a warning when rollouts are missing."""
     change = results["difference"]
     text = (
         f"Held-out pass@1: {change['sentence']}."
         if change
         else "Held-out pass@1 was not measured both before and after."
     )
+    text += _log_sentence(results["after"] or results["before"])
+    for harness, reason in results["set_aside"].items():
+        text += f" {harness} was set aside during training: {reason}."
     return text + (" Provisional: some rollouts are ungraded." if results["provisional"] else "")
+
+
+def _log_sentence(side: Results | None) -> str:
+    """How often a harness's own log contradicts the trace, for those that have one."""
+    shares = {name: own["tool_log_difference"] for name, own in (side or {"harnesses": {}})["harnesses"].items()}
+    known = [f"{name} {share:.1%}" for name, share in sorted(shares.items()) if share is not None]
+    return f" Rollouts whose tool calls differ from the harness's own log: {', '.join(known)}." if known else ""
 
 
 def rich_table(results: Results) -> Table:

@@ -34,6 +34,8 @@ class FlowState:
     next_index: int = 0
     ended: dict[str, list[str]] = field(default_factory=dict)  # group id → [ending, reason]
     lineage: list[list[int]] = field(default_factory=list)  # [attempt, version_n at which it began], oldest first
+    failing: dict[str, int] = field(default_factory=dict)  # harness → groups that failed by it, one after the other
+    set_aside: dict[str, str] = field(default_factory=dict)  # harness that gets no more groups → why
 
     def to_json(self) -> dict[str, Any]:
         """A copy that later changes do not reach."""
@@ -42,7 +44,7 @@ class FlowState:
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> FlowState:
-        return cls(**{item.name: data[item.name] for item in fields(cls)})
+        return cls(**{item.name: data[item.name] for item in fields(cls) if item.name in data})
 
 
 def is_ancestor(version: PolicyVersion, lineage: Sequence[Sequence[int]]) -> bool:
@@ -84,9 +86,17 @@ class GroupFlow:
     """Owns every group from the schedule to its end. The caller serialises the calls."""
 
     def __init__(
-        self, schedule: Schedule, algorithm: AlgorithmConfig, updates: int, state: FlowState, attempt: int
+        self,
+        schedule: Schedule,
+        algorithm: AlgorithmConfig,
+        updates: int,
+        state: FlowState,
+        attempt: int,
+        set_aside_after: int = 0,
     ) -> None:
+        """``updates``: after which the run ends. ``set_aside_after``: see `judge_harness`; 0 = never."""
         self.schedule, self.algorithm, self.updates, self.state = schedule, algorithm, updates, state
+        self.set_aside_after = set_aside_after
         self.version = PolicyVersion(attempt, state.version_n)
         state.lineage.append([attempt, state.version_n])
         self.leases: dict[str, Lease] = {}
@@ -95,6 +105,7 @@ class GroupFlow:
         self.rerolls: dict[str, int] = {}
         self.skipped_since_update = 0
         self.dropped_stale = 0
+        self.passed_over: list[GroupSpec] = []  # abandoned unseen; whoever keeps the ledger empties it
         self._lease_count = 0
         self._updating = False  # a batch was taken whose update is not done
         self._stale_since: float | None = None
@@ -113,9 +124,11 @@ class GroupFlow:
     def lease(self, engine: str, serves: PolicyVersion) -> Lease | None:
         """The next group for ``engine``, which now serves ``serves``.
 
-        None while no credit is left or the remaining updates need no more groups.
+        None while no credit is left, the remaining updates need no more groups, or every harness is set aside.
         """
         algorithm = self.algorithm
+        if self.stranded:
+            return None
         updates_left = self.updates - self.state.update - self._updating
         wanted = updates_left * algorithm.groups_per_update
         if len(self.leases) + len(self.ready) >= wanted:
@@ -129,13 +142,19 @@ class GroupFlow:
         return lease
 
     def _next_spec(self) -> GroupSpec:
-        if self.pending:
-            return self.pending.popleft()
+        """The next group that has not ended; those of a harness that is set aside end here."""
         while True:
-            spec = self.schedule.group(self.state.next_index)
-            self.state.next_index += 1
-            if spec.group_id not in self.state.ended:
+            spec = self.pending.popleft() if self.pending else self._scheduled()
+            if spec.group_id in self.state.ended:
+                continue
+            if spec.harness not in self.state.set_aside:
                 return spec
+            self.state.ended[spec.group_id] = [Ending.ABANDONED, self._aside(spec.harness)]
+            self.passed_over.append(spec)
+
+    def _scheduled(self) -> GroupSpec:
+        self.state.next_index += 1
+        return self.schedule.group(self.state.next_index - 1)
 
     def release_engine(self, engine: str) -> None:
         """An engine rank is gone: its groups go back to the head of the queue."""
@@ -165,18 +184,49 @@ class GroupFlow:
         self.state.ended[group_id] = [Ending.SKIPPED, reason]
 
     def fail(self, group_id: str, reason: str) -> bool:
-        """Too few graded rollouts: roll again, or abandon after ``max_rerolls``.
+        """Too few graded rollouts: roll again, or abandon after ``max_rerolls`` or with its harness.
 
         Returns True when it will be rolled again.
         """
         lease = self.leases[group_id]
         self.rerolls[group_id] = self.rerolls.get(group_id, 0) + 1
-        if self.rerolls[group_id] <= self.algorithm.max_rerolls:
+        if lease.spec.harness in self.state.set_aside:
+            reason = f"{self._aside(lease.spec.harness)}; {reason}"
+        elif self.rerolls[group_id] <= self.algorithm.max_rerolls:
             self._give_back(lease)
             return True
         del self.leases[group_id]
         self.state.ended[group_id] = [Ending.ABANDONED, reason]
         return False
+
+    # --- harnesses that keep failing
+
+    def judge_harness(self, harness: str, failed: bool, reason: str) -> bool:
+        """A group of ``harness`` closed; it ``failed`` when the harness's own infrastructure left too few graded.
+
+        After ``set_aside_after`` such groups in a row the harness is set aside: groups of it that are out may still
+        come in, all others are abandoned as their turn comes, and the schedule goes on with the remaining harnesses.
+        Returns whether it was set aside just now.
+        """
+        count = self.state.failing[harness] = self.state.failing.get(harness, 0) + 1 if failed else 0
+        if not self.set_aside_after or count < self.set_aside_after or harness in self.state.set_aside:
+            return False
+        self.state.set_aside[harness] = f"{count} groups in a row failed, up to update {self.state.update}: {reason}"
+        return True
+
+    def readmit(self, harnesses: Sequence[str]) -> list[str]:
+        """Give groups again to those that were set aside. Returns which of them were."""
+        known = [harness for harness in harnesses if self.state.set_aside.pop(harness, None) is not None]
+        self.state.failing.update(dict.fromkeys(known, 0))
+        return known
+
+    @property
+    def stranded(self) -> bool:
+        """Every harness of the schedule is set aside: nothing more can be handed out."""
+        return all(harness in self.state.set_aside for harness in self.schedule.harnesses)
+
+    def _aside(self, harness: str) -> str:
+        return f"harness set aside: {harness}"
 
     # --- the update
 

@@ -20,16 +20,30 @@ from typing import Any
 from pipeline.capture.rows import rows
 from pipeline.capture.shard_process import CaptureError
 from pipeline.capture.supervisor import ShardSupervisor
-from pipeline.config import HarnessConfig
+from pipeline.config import HarnessConfig, UserError
 from pipeline.engine.server import SERVED_MODEL_NAME
-from pipeline.harness.base import Endpoint, get_harness
+from pipeline.harness.base import Endpoint, HarnessLaunch, HarnessRecipe, get_harness
 from pipeline.records import GroupSpec, Outcome, PolicyVersion, RolloutRecord, Trace, Verdict
-from pipeline.sandbox.base import Sandbox, SandboxError, SandboxExit, SandboxSpec
+from pipeline.sandbox.base import Sandbox, SandboxError, SandboxSpec
+from pipeline.stages.outcome import Decision, End, credit, decide, spoilt
+from pipeline.stages.tool_calls import ToolCalls, count_tool_calls, matches
 from pipeline.stages.verification import WorkspaceTooLarge, remove_tree, snapshot, verify
 from pipeline.tasks.harbor import HarborTask, load_task, prepare_workspace
 
 INSIDE_PORT = 8000
 NO_VERSION = PolicyVersion(0, 0)
+
+
+class NotInstalled(Exception):
+    """A harness cannot be started: gone, at another version, or without what it needs of the machine."""
+
+
+CAUSES: dict[type[Exception], str] = {  # what fails around a harness
+    NotInstalled: "installation",
+    SandboxError: "sandbox",
+    CaptureError: "capture",
+    OSError: "system",
+}
 
 
 @dataclass
@@ -58,12 +72,19 @@ class Workshop:
     ) -> tuple[RolloutRecord, Trace]:
         """``roll_out``, with the trace of the last try."""
         task = load_task(spec.task.path)
-        for _ in range(self.harness.retries + 1):
+        failures: list[str] = []
+        while True:
             record, trace = await self._try(spec, task, index, timeout_s or self.harness.timeout_s)
+            record = replace(record, info=record.info | {"tries": len(failures) + 1, "failures": list(failures)})
             if record.outcome is not Outcome.INFRASTRUCTURE:
                 break
             self.counters[f"infrastructure: {record.verdict.reason[:80]}"] += 1
+            failures.append(record.verdict.reason)
+            if len(failures) > self.harness.retries:
+                break
         self.counters[f"outcome: {record.outcome}"] += 1
+        if record.info.get("tool_calls_differ"):
+            self.counters[f"tool calls differ from the log: {spec.harness}"] += 1
         return record, trace
 
     async def _try(
@@ -71,17 +92,21 @@ class Workshop:
     ) -> tuple[RolloutRecord, Trace]:
         session = f"sk-yoke-{secrets.token_hex(12)}"
         started = time.monotonic()
+        recipe = get_harness(spec.harness)
         async with self._directory() as place:
             try:
                 prepare_workspace(task, place / "workspace")
-                done = await self._run_harness(spec, task, session, place, timeout_s)
-                outcome, verdict = await self._judge(done, task, place, self.engine_trouble_since(started))
+                end, logged = await self._run_harness(recipe, task, session, place, timeout_s)
+                end = replace(end, outage=self.engine_trouble_since(started))
+                calls = count_tool_calls(end.trace, recipe, logged)
+                judged = await self._judge(end, calls, task, place)
                 self._keep_snapshot(spec, index, place)
-            except (SandboxError, CaptureError, OSError) as error:
-                done = _Done(Trace(session, ()), None)
-                reason = f"{type(error).__name__}: {error}"
-                outcome, verdict = Outcome.INFRASTRUCTURE, Verdict(None, None, 0, reason)
-        return _record(spec, index, session, done, outcome, verdict, time.monotonic() - started), done.trace
+            except tuple(CAUSES) as error:
+                end, calls = None, ToolCalls(0, 0, 0)
+                judged = _broken(error)
+        wall_s = time.monotonic() - started
+        trace = end.trace if end else Trace(session, ())
+        return _record(spec, index, trace, judged, _info(recipe, end, calls, judged), wall_s), trace
 
     @asynccontextmanager
     async def _directory(self) -> AsyncIterator[Path]:
@@ -93,10 +118,9 @@ class Workshop:
             await asyncio.to_thread(remove_tree, place)
 
     async def _run_harness(
-        self, spec: GroupSpec, task: HarborTask, session: str, place: Path, timeout_s: float
-    ) -> _Done:
-        recipe = get_harness(spec.harness)
-        recipe.check_installed(self.harness_home)
+        self, recipe: HarnessRecipe, task: HarborTask, session: str, place: Path, timeout_s: float
+    ) -> tuple[End, int | None]:
+        """How it ended, and how many tool calls its log has (None: it has none)."""
         endpoint = Endpoint(
             f"http://127.0.0.1:{INSIDE_PORT}",
             session,
@@ -104,7 +128,7 @@ class Workshop:
             self.context_tokens,
             self.harness.sampling.max_tokens,
         )
-        launch = recipe.launch(endpoint, task.instruction, self.harness_home)
+        launch = self._launch(recipe, endpoint, task.instruction)
         process = await self.sandbox.launch(
             SandboxSpec(
                 argv=launch.argv,
@@ -133,18 +157,29 @@ class Workshop:
             process.kill()
             await process.wait()
             raise
-        return _Done(trace, exit_, _tail(place / "output"))
+        output = place / "output"
+        guarded = bool(recipe.loop_guard) and await asyncio.to_thread(matches, output, recipe.loop_guard) > 0
+        logged = await asyncio.to_thread(matches, output, recipe.tool_log) if recipe.tool_log else None
+        return End(recipe, trace, exit_, _tail(output), guarded), logged
 
-    async def _judge(self, done: _Done, task: HarborTask, place: Path, outage: bool) -> tuple[Outcome, Verdict]:
-        tool_calls = sum(call.tool_calls for call in done.trace.calls if call.delivered)
-        broken = done.infrastructure_failure(outage)
-        if broken:
-            return Outcome.INFRASTRUCTURE, Verdict(None, None, tool_calls, broken)
+    def _launch(self, recipe: HarnessRecipe, endpoint: Endpoint, prompt: str) -> HarnessLaunch:
+        try:
+            recipe.check_installed(self.harness_home)
+            return recipe.launch(endpoint, prompt, self.harness_home)
+        except UserError as error:  # it was there when the run began
+            raise NotInstalled(str(error)) from error
+
+    async def _judge(self, end: End, calls: ToolCalls, task: HarborTask, place: Path) -> _Judged:
+        if decision := spoilt(end):
+            return _Judged(decision, Verdict(None, None, calls.counted, decision.reason))
         verdict = await verify(task, place / "workspace", self.sandbox, place)
         if verdict.correctness is None:
-            return Outcome.INFRASTRUCTURE, Verdict(None, None, tool_calls, verdict.reason)
-        outcome = done.outcome(verdict.correctness)
-        return outcome, Verdict(None, _credit(outcome, verdict.correctness), tool_calls, verdict.reason)
+            decision = Decision(Outcome.INFRASTRUCTURE, verdict.reason, "verifier")
+            return _Judged(decision, Verdict(None, None, calls.counted, verdict.reason))
+        decision = decide(replace(end, correctness=verdict.correctness))
+        reason = "; ".join(filter(None, (decision.reason, verdict.reason)))
+        graded = Verdict(None, credit(decision.outcome, verdict.correctness), calls.counted, reason)
+        return _Judged(decision, graded, decide(replace(end, correctness=0.0)).outcome)
 
     def _keep_snapshot(self, spec: GroupSpec, index: int, place: Path) -> None:
         if self.snapshots is not None:
@@ -157,91 +192,70 @@ class Workshop:
 
 
 @dataclass(frozen=True)
-class _Done:
-    """What a harness left: its trace, how it ended, the end of what it printed."""
+class _Judged:
+    """A rollout's outcome and verdict, and the outcome that a workspace of no worth would have had."""
 
-    trace: Trace
-    exit: SandboxExit | None
-    output: str = ""
-
-    def infrastructure_failure(self, outage: bool) -> str:
-        """Why this rollout must not be graded; empty when the harness itself is answerable for it."""
-        assert self.exit is not None
-        delivered = sum(call.delivered for call in self.trace.calls)
-        if self.trace.counters.get("engine_failures", 0):
-            return "the engine did not answer"
-        if self.trace.counters.get("journal_failures", 0):
-            return "the proxy's journal could not be written"
-        if self.exit.timed_out and outage:
-            return "the time ran out while the engine was down"
-        if self.exit.returncode is not None and self.exit.returncode < 0:
-            return f"the sandbox was killed from outside (signal {-self.exit.returncode})"
-        if not delivered and not self.trace.counters.get("over_budget", 0):
-            return f"the harness got no answer (exit {self.exit.returncode}): {self.output[-200:]}"
-        return ""
-
-    def outcome(self, correctness: float) -> Outcome:
-        """The taxonomy's word, from the proxy's record first: exit codes lie."""
-        assert self.exit is not None
-        if self.exit.timed_out:
-            return Outcome.AGENT_TIMEOUT
-        if self.exit.killed:
-            return Outcome.AGENT_CRASH
-        if self.trace.counters.get("over_budget", 0):
-            return Outcome.CALL_BUDGET
-        return Outcome.SOLVED if correctness >= 1.0 else Outcome.UNSOLVED
+    decision: Decision
+    verdict: Verdict
+    unless_solved: Outcome = Outcome.INFRASTRUCTURE
 
 
-def _credit(outcome: Outcome, correctness: float) -> float:
-    """Whatever the workspace holds: an agent that ran out of time or broke down has failed."""
-    return 0.0 if outcome in (Outcome.AGENT_TIMEOUT, Outcome.AGENT_CRASH) else correctness
+def _broken(error: Exception) -> _Judged:
+    cause = next(cause for kind, cause in CAUSES.items() if isinstance(error, kind))
+    reason = f"{type(error).__name__}: {error}"
+    return _Judged(Decision(Outcome.INFRASTRUCTURE, reason, cause), Verdict(None, None, 0, reason))
 
 
 def graded_again(record: RolloutRecord, verdict: Verdict) -> RolloutRecord:
     """``record`` with another verdict of the verifier on the same workspace."""
     if verdict.correctness is None:
         return replace(record, verdict=replace(verdict, tool_calls=record.verdict.tool_calls))
-    correctness = _credit(record.outcome, verdict.correctness)
-    outcome = record.outcome
-    if outcome in (Outcome.SOLVED, Outcome.UNSOLVED):
-        outcome = Outcome.SOLVED if correctness >= 1.0 else Outcome.UNSOLVED
-    return replace(
-        record, outcome=outcome, verdict=Verdict(None, correctness, record.verdict.tool_calls, verdict.reason)
-    )
+    otherwise = Outcome(record.info["unless_solved"])
+    stopped = record.info["timed_out"] or record.info["killed"]
+    outcome = Outcome.SOLVED if verdict.correctness >= 1.0 and not stopped else otherwise
+    again = replace(verdict, reward=None, correctness=credit(outcome, verdict.correctness))
+    return replace(record, outcome=outcome, verdict=replace(again, tool_calls=record.verdict.tool_calls))
 
 
 def _record(
-    spec: GroupSpec, index: int, session: str, done: _Done, outcome: Outcome, verdict: Verdict, wall_s: float
+    spec: GroupSpec, index: int, trace: Trace, judged: _Judged, info: dict[str, Any], wall_s: float
 ) -> RolloutRecord:
-    calls = done.trace.calls
+    calls = trace.calls
     spans = [span.version for call in calls for span in call.versions]
     return RolloutRecord(
-        rollout_id=session.removeprefix("sk-yoke-"),
+        rollout_id=trace.session_id.removeprefix("sk-yoke-"),
         group_id=spec.group_id,
         index=index,
         task_id=spec.task.task_id,
         harness=spec.harness,
-        outcome=outcome,
-        verdict=verdict,
-        rows=rows(done.trace),
+        outcome=judged.decision.outcome,
+        verdict=judged.verdict,
+        rows=rows(trace),
         version=min(spans, default=NO_VERSION),
         newest_version=max(spans, default=NO_VERSION),
         calls=len(calls),
-        malformed=sum(call.malformed for call in calls),
+        malformed=sum(call.malformed for call in calls if not call.foreign),
         undelivered=sum(not call.delivered for call in calls),
         prompt_tokens=sum(len(call.prompt_ids) for call in calls),
         sampled_tokens=sum(len(call.sampled_ids) for call in calls),
         wall_s=wall_s,
-        info=_info(done),
+        info=info,
     )
 
 
-def _info(done: _Done) -> dict[str, Any]:
-    info: dict[str, Any] = dict(done.trace.counters)
-    info["cut"] = sum(call.finish_reason == "length" for call in done.trace.calls)
-    info["forks"] = max(0, sum(call.parent is None for call in done.trace.calls) - 1)
-    if done.exit is not None:
-        info |= {"returncode": done.exit.returncode, "peak_memory_mb": done.exit.peak_memory_mb}
+def _info(recipe: HarnessRecipe, end: End | None, calls: ToolCalls, judged: _Judged) -> dict[str, Any]:
+    """What reports and a later verification need besides; all of it goes through JSON."""
+    info: dict[str, Any] = {"harness_version": recipe.version, "unless_solved": judged.unless_solved.value}
+    if judged.decision.cause:
+        info["cause"] = judged.decision.cause
+    if end is not None:
+        trace, exit_ = end.trace, end.exit
+        info |= trace.counters
+        info["cut"] = sum(call.finish_reason == "length" for call in trace.calls)
+        info["forks"] = max(0, sum(call.parent is None for call in trace.calls) - 1)
+        info |= {name: getattr(exit_, name) for name in ("returncode", "timed_out", "killed", "peak_memory_mb")}
+    if calls.logged is not None:
+        info |= {"tool_calls_logged": calls.logged, "tool_calls_differ": calls.differs}
     return info
 
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from pipeline.config import LoggingConfig
-from pipeline.records import PolicyVersion, RolloutRecord, TrainGroup
+from pipeline.records import Outcome, PolicyVersion, RolloutRecord, TrainGroup
 from pipeline.report.metrics import MetricsLog, evaluation_metrics, group_metrics, read_metrics, rollout_metrics
 
 Make = Callable[..., RolloutRecord]
@@ -39,7 +40,8 @@ def test_rollout_metrics_by_hand(rollout: Make) -> None:
 
 def test_nothing_graded_gives_no_rates(rollout: Make) -> None:
     values = rollout_metrics([rollout(passed=None)])
-    assert values == {"ungraded_rate": 1.0}
+    rates = {f"pi/{name}_rate": 0.0 for name in ("agent_timeout", "agent_crash", "call_budget", "loop_guard")}
+    assert values == {"ungraded_rate": 1.0, "pi/infrastructure_rate": 1.0, **rates}
     assert rollout_metrics([]) == {}
 
 
@@ -135,3 +137,15 @@ def test_wandb_that_cannot_start_is_told_once(
         metrics.log(1, {"reward": 1.0})
     assert len(caplog.records) == 1
     assert json.loads((tmp_path / "metrics.jsonl").read_text())["reward"] == 1.0
+
+
+def test_outcomes_and_log_differences_by_harness(rollout: Make) -> None:
+    ends = [Outcome.AGENT_TIMEOUT, Outcome.LOOP_GUARD, Outcome.LOOP_GUARD, Outcome.SOLVED]
+    records = [replace(rollout(index=index), outcome=outcome) for index, outcome in enumerate(ends)]
+    logs = [{"tool_calls_differ": True}, {"tool_calls_differ": False}, {}, {"tool_calls_differ": False}]
+    records = [replace(record, info=info) for record, info in zip(records, logs, strict=True)]
+    values = rollout_metrics([*records, rollout(harness="codex")])
+    assert (values["pi/agent_timeout_rate"], values["pi/loop_guard_rate"]) == (0.25, 0.5)
+    assert values["pi/tool_log_difference"] == pytest.approx(1 / 3), "of those that have a log"
+    assert "codex/tool_log_difference" not in values
+    assert evaluation_metrics(records)["eval/pi/tool_log_difference"] == pytest.approx(1 / 3)

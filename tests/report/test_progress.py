@@ -106,8 +106,14 @@ def test_the_live_view_shows_everything(clock: Clock, monkeypatch: pytest.Monkey
     stream = Terminal()
     with Progress(24, stream=stream) as progress:
         progress.event({"kind": "phase", "name": "training"})
-        for passed, reward in ((True, 1.0), (False, 0.0), (False, None)):
-            progress.event({"kind": "rollout", "harness": "pi", "reward": reward, "passed": passed})
+        for passed, reward, differs in (
+            (True, 1.0, True),
+            (False, 0.0, False),
+            (False, None, None),
+            (True, 0.5, False),
+        ):
+            event = {"kind": "rollout", "harness": "pi", "reward": reward, "passed": passed, "differs": differs}
+            progress.event(event)
         progress.event({"kind": "state", "in_flight": 17, "tokens_s": 900.0})
         progress.event({"kind": "update", "update": 3, "metrics": METRICS})
         clock.now += 30.0
@@ -118,7 +124,7 @@ def test_the_live_view_shows_everything(clock: Clock, monkeypatch: pytest.Monkey
         shown = stream.getvalue()
     for text in ("yoke · training", "updates 6/24", "3:00 left", "in flight 17", "900 tok/s", "stale 0.5", "queue 2"):
         assert text in shown
-    for text in ("pi", "50%", "0.500", "errors: 1", "sandbox of g-1 lost"):
+    for text in ("pi", "67%", "0.500", "log differs", "33%", "errors: 1", "sandbox of g-1 lost"):
         assert text in shown
     assert "second line" not in shown
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -42,6 +43,7 @@ def meta(planned: int = 8) -> Meta:
         "rollouts": 96,
         "wall_s": {"evaluation before": 60.0, "training": 120.0},
         "harness_versions": {"pi": "1.6.0"},
+        "set_aside": {},
         "planned": planned,
     }
 
@@ -147,3 +149,20 @@ def test_nothing_is_cut_on_80_columns(results: dict[str, Any]) -> None:
         assert cell in shown
     assert "…" not in shown
     assert max(map(len, shown.splitlines())) <= 80
+
+
+def test_what_speaks_against_the_figures_is_said(rollout: Make) -> None:
+    side = evaluation(rollout, {"pi": [True, False], "codex": [True, True]})
+    side = [replace(record, info={"tool_calls_differ": record.task_id == "t1"}) for record in side]
+    codex = [record for record in side if record.harness == "codex"]
+    silent = [replace(record, harness="vibe", info={}) for record in codex]
+    told = meta(planned=6) | {"set_aside": {"vibe": "3 groups in a row failed, up to update 1: no answer"}}
+    results = build_results([*side, *silent], [*side, *silent], METRICS, told)
+    assert results["set_aside"] == told["set_aside"]
+    assert results["after"]["harnesses"]["pi"]["outcomes"] == {"solved": 1, "unsolved": 1}
+    text = markdown_table(json.loads(json.dumps(results)))
+    assert "differ from the harness's own log: codex 0.0%, pi 0.0%." in text
+    assert "vibe was set aside during training: 3 groups in a row failed, up to update 1: no answer." in text
+    side[0] = replace(side[0], info={"tool_calls_differ": True})
+    assert "pi 50.0%." in markdown_table(build_results(side, side, METRICS, meta(planned=4)))
+    assert "own log" not in markdown_table(build_results(silent, silent, METRICS, meta(planned=2)))

@@ -36,9 +36,13 @@ def group(group_id: str, version: PolicyVersion) -> TrainGroup:
 
 
 def new_flow(
-    config: AlgorithmConfig | None = None, state: FlowState | None = None, attempt: int = 1, updates: int = 6
+    config: AlgorithmConfig | None = None,
+    state: FlowState | None = None,
+    attempt: int = 1,
+    updates: int = 6,
+    set_aside_after: int = 2,
 ) -> GroupFlow:
-    return GroupFlow(schedule(), config or algorithm(), updates, state or FlowState(), attempt)
+    return GroupFlow(schedule(), config or algorithm(), updates, state or FlowState(), attempt, set_aside_after)
 
 
 def lease_all(flow: GroupFlow) -> list[str]:
@@ -159,7 +163,10 @@ def test_every_group_ends_exactly_once_whatever_happens(data: st.DataObject) -> 
             elif fate < 0.9:
                 flow.skip(chosen.spec.group_id, "no contrast")
             else:
+                flow.judge_harness(chosen.spec.harness, bool(rng.random() < 0.8), "infrastructure")
                 flow.fail(chosen.spec.group_id, "infrastructure")
+            if flow.stranded:
+                flow.readmit(["a", "b"])
         batch = flow.take_batch(clock)
         if batch is not None:
             assert all(0 <= age <= config.max_staleness for age in flow.staleness(batch))
@@ -207,3 +214,69 @@ def test_only_ancestors_of_the_present_weights_count() -> None:
 def test_groups_that_ended_outside_the_loop_are_not_handed_out() -> None:
     flow = new_flow(state=FlowState(ended={"g000000": ["trained", "update 0"]}))
     assert lease_all(flow)[0] == "g000001"
+
+
+def failing(flow: GroupFlow, harness: str, times: int) -> list[bool]:
+    return [flow.judge_harness(harness, True, "no answer") for _ in range(times)]
+
+
+def test_a_harness_is_set_aside_after_so_many_failures_in_a_row() -> None:
+    flow = new_flow(set_aside_after=3)
+    assert failing(flow, "b", 2) == [False, False]
+    assert not flow.judge_harness("b", False, "") and failing(flow, "b", 2) == [False, False], "counted anew"
+    assert not flow.judge_harness("a", False, ""), "another harness's success is its own"
+    assert failing(flow, "b", 2) == [True, False], "one alarm"
+    assert flow.state.set_aside == {"b": "3 groups in a row failed, up to update 0: no answer"}
+    assert True not in failing(new_flow(set_aside_after=0), "b", 50), "0 = never"
+
+
+def test_groups_of_a_harness_that_is_set_aside_end_once_with_the_reason() -> None:
+    flow = new_flow(algorithm(max_outstanding_rollouts=96))
+    out = {flow.lease("node0", flow.version) for _ in range(6)}
+    lost, kept = [lease for lease in out if lease is not None and lease.spec.harness == "b"][:2]
+    failing(flow, "b", 2)
+    assert flow.fail(lost.spec.group_id, "no answer") is False, "not rolled again"
+    assert flow.state.ended[lost.spec.group_id] == [Ending.ABANDONED, "harness set aside: b; no answer"]
+    flow.admit(group(kept.spec.group_id, flow.version), flow.version)  # what came in is trained
+    flow.release_engine("node0")
+    again = [flow.lease("node1", flow.version) for _ in range(9)]
+    assert {lease.spec.harness for lease in again if lease} == {"a", "c"} and None not in again
+    assert flow.passed_over and all(spec.harness == "b" for spec in flow.passed_over)
+    for spec in flow.passed_over:
+        assert flow.state.ended[spec.group_id] == [Ending.ABANDONED, "harness set aside: b"]
+    assert kept.spec.group_id not in flow.state.ended
+    flow.close_books()
+    scheduled = {schedule().group(index).group_id for index in range(flow.state.next_index)}
+    assert set(flow.state.ended) == scheduled and len(flow.passed_over) == len({s.group_id for s in flow.passed_over})
+
+
+def test_set_aside_survives_a_resume_and_can_be_lifted() -> None:
+    flow = new_flow()
+    failing(flow, "b", 2)
+    failing(flow, "c", 1)
+    state = FlowState.from_json(_copy(flow.state.to_json()))
+    flow = new_flow(state=state, attempt=2)
+    assert {flow.schedule.group(i).harness for i in range(9)} == {"a", "b", "c"}, "the schedule stays what it was"
+    leased = [lease for _ in range(6) if (lease := flow.lease("node0", flow.version))]
+    assert {lease.spec.harness for lease in leased} == {"a", "c"}
+    assert failing(flow, "c", 1) == [True], "what was counted before counts on"
+    assert flow.readmit(["b", "a"]) == ["b"] and list(flow.state.set_aside) == ["c"]
+    flow.release_engine("node0")
+    leased = [lease for _ in range(6) if (lease := flow.lease("node0", flow.version))]
+    assert {lease.spec.harness for lease in leased} == {"a", "b"}
+    assert failing(flow, "b", 1) == [False]
+
+
+def test_an_older_checkpoint_can_be_read() -> None:
+    saved = _copy(FlowState(update=3).to_json())
+    del saved["failing"], saved["set_aside"]
+    assert FlowState.from_json(saved) == FlowState(update=3)
+
+
+def test_nothing_is_handed_out_when_every_harness_is_set_aside() -> None:
+    flow = new_flow(set_aside_after=1)
+    for harness in "ab":
+        failing(flow, harness, 1)
+        assert not flow.stranded
+    failing(flow, "c", 1)
+    assert flow.stranded and flow.lease("node0", flow.version) is None and flow.state.next_index == 0
