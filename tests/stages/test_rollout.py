@@ -32,7 +32,7 @@ class Scripted:
     def __init__(self, *tries: tuple[SandboxExit, Trace, str] | Exception) -> None:
         self.tries = list(tries)
         self.launched = 0
-        self.listener = socket.socket()
+        self.listener, self.inside = socket.socket(), None
         self.killed = False
 
     async def launch(self, spec: SandboxSpec) -> Scripted:
