@@ -131,6 +131,9 @@ class SandboxConfig:
     open_files: int = 4096
     file_mb: int = 256
     tmp_mb: int = 256
+    workspace_mb: int = 2048
+    workspace_files: int = 100_000
+    disk_free_mb: int = 256
 
 
 @dataclass

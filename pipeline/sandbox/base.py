@@ -49,7 +49,7 @@ class SandboxSpec:
 @dataclass(frozen=True)
 class SandboxExit:
     """How the command ended. ``returncode`` is None when it was stopped: by its time limit (``timed_out``), or by
-    ``killed`` = "memory" | "processes" (its limits) | "asked" (``kill()``). Memory is sampled (PSS).
+    ``killed`` = "memory" | "processes" | "disk" (its limits) | "asked" (``kill()``). Memory is sampled (PSS).
 
     ``cpu_s``: user and system time of everything that ran inside, in steps of 10 ms. It is the kernel's own sum where
     the sandbox was stopped or is a plain process. Where a command in bubblewrap ended by itself, processes that it had

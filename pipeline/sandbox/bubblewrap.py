@@ -23,6 +23,7 @@ from pathlib import Path
 from pipeline.config import SandboxConfig, UserError
 from pipeline.records import Inside
 from pipeline.sandbox.base import HOME, PATH, WORKSPACE, SandboxError, SandboxSpec
+from pipeline.sandbox.disk import DiskWatch, writable_places
 from pipeline.sandbox.running import Log, RunningSandbox, memory_file, readable
 from pipeline.sandbox.watch import TreeWatch, listed
 
@@ -33,6 +34,8 @@ HOST_ETC = (
     "alternatives",
     "ssl/certs",
 )  # what programs of /usr need to start; nothing of the host's own
+
+SCRATCH = ("tmp", HOME[1:], "dev/shm", "run")  # memory file systems
 
 # Runs inside, on the project's own interpreter: opens the socket, hands it out, waits, becomes the command.
 # Only built-in modules, because it must start in milliseconds.
@@ -80,9 +83,10 @@ class BubblewrapSandbox:
 
     def __init__(self, config: SandboxConfig) -> None:
         self._config = config
+        self._size = config.tmp_mb << 20
         self._bwrap = find_bwrap()
         self._python = os.path.realpath(sys.executable)
-        self._fixed = (*_namespaces(), *_system(), *_scratch(config.tmp_mb << 20), *_interpreter())
+        self._fixed = (*_namespaces(), *_system(), *_scratch(self._size), *_interpreter())
 
     def probe(self) -> str | None:
         """Build one sandbox around `true`. Returns why that failed, in bubblewrap's words, or None."""
@@ -96,6 +100,7 @@ class BubblewrapSandbox:
     async def launch(self, spec: SandboxSpec) -> RunningSandbox:
         """See Sandbox.launch."""
         held = ExitStack()
+        disk = DiskWatch(writable_places(spec), self._config)
         try:
             log = Log(spec.stdout)
             held.callback(log.close)
@@ -110,7 +115,8 @@ class BubblewrapSandbox:
             return RunningSandbox(
                 popen,
                 leader,
-                self._watch(pid, log),
+                self._watch(spec, pid, log),
+                disk,
                 stop=signal.SIGKILL,
                 timeout_s=spec.timeout_s,
                 held=held,
@@ -123,17 +129,29 @@ class BubblewrapSandbox:
             held.close()
             raise
 
-    def _watch(self, pid: int, log: Log) -> TreeWatch:
-        limits = self._config.memory_mb, self._config.processes
+    def _watch(self, spec: SandboxSpec, pid: int, log: Log) -> TreeWatch:
         try:
-            return TreeWatch(lambda: _open_proc(pid), listed, os.open(f"/proc/{pid}/stat", os.O_RDONLY), *limits)
+            root = os.open(f"/proc/{pid}/stat", os.O_RDONLY)
         except FileNotFoundError:
             raise SandboxError(f"the sandbox could not be built: {log.tail()}") from None
+        return TreeWatch(
+            lambda: _open_proc(pid),
+            listed,
+            root,
+            self._config,
+            SCRATCH if spec.workspace else (*SCRATCH, WORKSPACE[1:]),
+        )
 
     def _start(self, spec: SandboxSpec, ends: _Ends, given: ExitStack, log: Log) -> subprocess.Popen[bytes]:
         theirs = ends.theirs.fileno()
         passed = [ends.status_end, theirs]
-        options = [*self._fixed, *_environment(spec), *_binds(spec), "--json-status-fd", str(ends.status_end)]
+        options = [
+            *self._fixed,
+            *_environment(spec),
+            *_binds(spec, self._size),
+            "--json-status-fd",
+            str(ends.status_end),
+        ]
         for path, text in spec.home_files.items():
             passed.append(memory_file(given, text.encode()))
             options += ["--perms", "0600", "--file", str(passed[-1]), f"{HOME}/{path}"]
@@ -242,14 +260,14 @@ def _environment(spec: SandboxSpec) -> list[str]:
     return ["--clearenv", *(word for item in environment.items() for word in ("--setenv", *item))]
 
 
-def _binds(spec: SandboxSpec) -> list[str]:
+def _binds(spec: SandboxSpec, size: int) -> list[str]:
     options: list[str] = []
     for path in spec.read_only:
         options += ["--ro-bind", str(path), str(path)]
     for host, inside, writable in spec.mounts:
         options += ["--bind" if writable else "--ro-bind", str(host), inside]
     if spec.workspace is None:
-        return [*options, "--perms", "0755", "--tmpfs", WORKSPACE]
+        return [*options, "--perms", "0755", "--size", str(size), "--tmpfs", WORKSPACE]
     return [*options, "--bind", str(spec.workspace), WORKSPACE]
 
 

@@ -19,6 +19,7 @@ from pathlib import Path
 
 from pipeline.config import SandboxConfig
 from pipeline.sandbox.base import HOME, PATH, WORKSPACE, SandboxSpec
+from pipeline.sandbox.disk import DiskWatch, writable_places
 from pipeline.sandbox.running import Log, RunningSandbox, memory_file
 from pipeline.sandbox.watch import TreeWatch, descendants
 
@@ -101,7 +102,6 @@ class ProcessSandbox:
     async def launch(self, spec: SandboxSpec) -> RunningSandbox:
         """See Sandbox.launch. The listener gets a free port, and 127.0.0.1:listen_port is replaced like a path."""
         held = ExitStack()
-        limits = self._config.memory_mb, self._config.processes
         try:
             log = Log(spec.stdout)
             held.callback(log.close)
@@ -125,7 +125,8 @@ class ProcessSandbox:
             return RunningSandbox(
                 popen,
                 leader,
-                TreeWatch(_open_proc, lambda proc: descendants(proc, popen.pid), _open_stat(popen.pid), *limits),
+                TreeWatch(_open_proc, lambda proc: descendants(proc, popen.pid), _open_stat(popen.pid), self._config),
+                DiskWatch([scratch, *writable_places(spec)], self._config),
                 stop=signal.SIGTERM,
                 timeout_s=spec.timeout_s,
                 held=held,

@@ -11,12 +11,15 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from pipeline.records import Inside
 from pipeline.sandbox.base import SandboxError, SandboxExit
+from pipeline.sandbox.disk import DiskWatch
 from pipeline.sandbox.watch import INTERVAL_S, TreeWatch
 
+WALKERS = ThreadPoolExecutor(2, "disk-watch")
 DEATH_S = 20.0  # from SIGKILL to the last process's end
 
 
@@ -52,6 +55,7 @@ class RunningSandbox:
         popen: subprocess.Popen[bytes],
         leader: int,
         watch: TreeWatch,
+        disk: DiskWatch,
         *,
         stop: signal.Signals,
         timeout_s: float,
@@ -68,6 +72,7 @@ class RunningSandbox:
         held.callback(os.close, self._own)
         self._leader = leader
         self._watch = watch
+        self._disk = disk
         self._stop = stop
         self._timeout_s = timeout_s
         self._control = control
@@ -76,7 +81,8 @@ class RunningSandbox:
         self._killed: str | None = None
         self._exit: SandboxExit | SandboxError | None = None
         self._started = time.monotonic()
-        self._watcher = asyncio.get_running_loop().create_task(self._watching())
+        self._failure: str | None = None
+        self._watchers = [asyncio.create_task(self._watching()), asyncio.create_task(self._watching_disk())]
 
     @property
     def pid(self) -> int:
@@ -137,6 +143,8 @@ class RunningSandbox:
         _, status, usage = os.wait4(self._popen.pid, 0)
         self._popen.returncode = os.waitstatus_to_exitcode(status)
         stopped = timed_out or self._killed is not None
+        if self._failure is not None:
+            return SandboxError(self._failure)
         if not stopped and (complaint := self._complaint()):
             return SandboxError(complaint)
         return SandboxExit(
@@ -150,7 +158,8 @@ class RunningSandbox:
         )
 
     def _close(self) -> None:
-        self._watcher.cancel()
+        for watcher in self._watchers:
+            watcher.cancel()
         self._watch.close()
         with contextlib.suppress(ChildProcessError):  # only where this program is the reaper of orphans
             os.waitid(os.P_PIDFD, self._leader, os.WEXITED | os.WNOHANG)
@@ -161,6 +170,16 @@ class RunningSandbox:
             await asyncio.sleep(INTERVAL_S)
             if reason := self._watch.sample():
                 self.kill(reason)
+
+    async def _watching_disk(self) -> None:
+        loop = asyncio.get_running_loop()
+        while self._popen.returncode is None:
+            if failure := self._disk.full():
+                self._failure = self._failure or failure
+                self.kill()
+            if self._disk.due() and await loop.run_in_executor(WALKERS, self._disk.broken):
+                self.kill("disk")
+            await asyncio.sleep(INTERVAL_S)
 
 
 class Log:

@@ -11,6 +11,8 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from pipeline.config import SandboxConfig
+
 INTERVAL_S = 0.1
 PSS_INTERVAL_S = 0.5
 PAGE = os.sysconf("SC_PAGE_SIZE")
@@ -37,6 +39,9 @@ class TreeWatch:
     """``open_proc`` gives a descriptor of a /proc directory (None: not yet), ``pids`` the processes to count in it.
     ``root`` is an open /proc/PID/stat of the process that inherits orphans of theirs; it is closed with the watch.
 
+    ``scratch`` names the memory file systems inside, as paths without the first slash: their sizes have limits, but
+    each file in them takes memory of the kernel's.
+
     The sum of resident set sizes counts shared pages more than once, so it bounds the true use (the sum of proportional
     set sizes) from above: the dear figure is read when the cheap one is over the limit or has grown.
     """
@@ -46,8 +51,8 @@ class TreeWatch:
         open_proc: Callable[[], int | None],
         pids: Callable[[int], list[str]],
         root: int,
-        memory_mb: int,
-        processes: int,
+        config: SandboxConfig,
+        scratch: tuple[str, ...] = (),
     ) -> None:
         self.peak_memory_mb = 0.0
         self.peak_processes = 0
@@ -55,14 +60,16 @@ class TreeWatch:
         self._open_proc = open_proc
         self._pids = pids
         self._root = root
-        self._memory = memory_mb << 20
-        self._tasks = processes
+        self._memory = config.memory_mb << 20
+        self._tasks = config.processes
+        self._files = config.workspace_files
+        self._scratch = scratch
         self._proc: int | None = None
         self._highest_rss = 0
         self._last_pss = 0.0
 
     def sample(self) -> str | None:
-        """Look once. Returns the limit that is broken, "memory" or "processes" (threads count as well), or None."""
+        """Look once. Returns the limit that is broken, "memory", "processes" (threads count) or "disk", or None."""
         try:
             if self._proc is None:
                 self._proc = self._open_proc()
@@ -76,6 +83,8 @@ class TreeWatch:
         self.count_cpu(sum(stat.cpu_s for stat in stats.values()))
         if sum(stat.threads for stat in stats.values()) > self._tasks:
             return "processes"
+        if any(_inodes(self._proc, name) > self._files for name in self._scratch):
+            return "disk"
         return "memory" if self._memory_broken(stats) else None
 
     def count_cpu(self, running_s: float = 0.0) -> None:
@@ -90,7 +99,9 @@ class TreeWatch:
         if rss <= self._memory and not due:
             return False
         self._last_pss, self._highest_rss = now, max(rss, self._highest_rss)
-        pss = sum(self._pss(pid, stat.rss) for pid, stat in stats.items())
+        pss = self._total_pss(stats)
+        if pss > self._memory:  # while processes end, their shares pass to those that are read after them
+            pss = min(pss, self._total_pss(stats))
         self.peak_memory_mb = max(self.peak_memory_mb, round(pss / 2**20, 1))
         return pss > self._memory
 
@@ -113,11 +124,29 @@ class TreeWatch:
             return Stat.parse(self._read(f"{pid}/stat"))
         return Stat(0.0, 0, 0)
 
+    def _total_pss(self, stats: dict[str, Stat]) -> int:
+        return sum(self._pss(pid, stat.rss) for pid, stat in stats.items())
+
     def _pss(self, pid: str, rss: int) -> int:
         try:
             return int(self._read(f"{pid}/smaps_rollup").split(b"Pss:")[1].split()[0]) << 10
-        except (OSError, IndexError):  # ended, or not ours to read: the larger figure stands in
+        except PermissionError:  # not ours to read: the larger figure stands in
             return rss
+        except (OSError, IndexError):  # ended
+            return 0
+
+
+def _inodes(proc: int, name: str) -> int:
+    """How many files a memory file system inside holds."""
+    try:
+        fd = os.open(f"1/root/{name}", os.O_PATH, dir_fd=proc)
+    except OSError:  # already ended
+        return 0
+    try:
+        status = os.statvfs(fd)
+        return status.f_files - status.f_ffree
+    finally:
+        os.close(fd)
 
 
 def listed(proc: int) -> list[str]:

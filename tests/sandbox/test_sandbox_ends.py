@@ -15,6 +15,7 @@ import pytest
 
 from pipeline.config import SandboxConfig
 from pipeline.sandbox import SandboxError, SandboxExit, SandboxProcess, SandboxSpec, make_sandbox
+from pipeline.sandbox.disk import fits
 
 KINDS = ["bubblewrap", "process"]
 ROOT = Path(__file__).parents[2]
@@ -173,6 +174,88 @@ def test_stdin_is_the_given_text_and_ends(kind, port, tmp_path):
 
     assert asyncio.run(inner(text)) == text
     assert asyncio.run(inner(None)) == ""
+
+
+WRITE = """
+import os, sys, time
+step, size = int(sys.argv[1]), int(sys.argv[2]) << 20
+for i in range(step):
+    with open(f"{sys.argv[3]}/{i}", "wb") as file:
+        file.write(bytes(size))
+    time.sleep(float(sys.argv[4]))
+"""
+
+
+def written(kind: str, workspace: Path, count: int, size_mb: int, pause_s: float, **limits) -> SandboxExit:
+    """How a command that writes so many files of that size ends."""
+
+    async def inner() -> SandboxExit:
+        argv = ("python3", "-c", WRITE, str(count), str(size_mb), "/workspace", str(pause_s))
+        sandbox = make_sandbox(SandboxConfig(kind=kind, **limits))
+        return await (await sandbox.launch(SandboxSpec(argv, workspace=workspace, timeout_s=60))).wait()
+
+    return asyncio.run(inner())
+
+
+def test_ten_thousand_small_files_are_fine(tmp_path):
+    exit = written("bubblewrap", tmp_path, 10_000, 0, 0)
+    assert (exit.returncode, exit.killed) == (0, None)
+    assert len(os.listdir(tmp_path)) == 10_000
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_workspace_has_a_size_limit(kind, tmp_path):
+    """10 GB in files that are each within the limit of a file."""
+    exit = written(kind, tmp_path, 200, 50, 0.1, workspace_mb=200)
+    assert (exit.returncode, exit.killed) == (None, "disk")
+    assert len(os.listdir(tmp_path)) < 60
+
+
+def test_a_workspace_has_a_limit_of_files(tmp_path):
+    exit = written("bubblewrap", tmp_path, 1_000_000, 0, 0.0001, workspace_files=5000)
+    assert exit.killed == "disk"
+    assert 5000 < len(os.listdir(tmp_path)) < 200_000
+
+
+@pytest.mark.parametrize("place", ["/tmp", "$HOME", "/dev/shm", "/workspace"])
+def test_memory_file_systems_have_limits_too(place, tmp_path):
+    """Their bytes have one each; their files are the kernel's memory."""
+    fill = f"cd {place}; for i in 1 2 3 4 5; do head -c 100M /dev/zero > $i; done 2>/dev/null; du -sm . | cut -f1"
+    many = f"cd {place}; mkdir many; cd many; seq 20000 | xargs touch; sleep 30"
+
+    async def inner(script: str) -> SandboxExit:
+        sandbox = make_sandbox(SandboxConfig(tmp_mb=150, workspace_files=10_000))
+        spec = SandboxSpec(("bash", "-c", script), stdout=tmp_path / "log", timeout_s=60)
+        return await (await sandbox.launch(spec)).wait()
+
+    assert asyncio.run(inner(fill)).returncode == 0
+    assert int((tmp_path / "log").read_text()) <= 150
+    assert asyncio.run(inner(many)).killed == "disk"
+
+
+def test_a_full_host_is_an_infrastructure_failure(tmp_path):
+    with pytest.raises(SandboxError, match=r"only \d+ MB are left"):
+        written("bubblewrap", tmp_path, 1000, 0, 0.1, disk_free_mb=1 << 40)
+
+
+def test_a_tree_is_not_walked_without_need(tmp_path, monkeypatch):
+    walks = []
+    monkeypatch.setattr("pipeline.sandbox.disk.fits", lambda *arguments: walks.append(arguments) or True)
+    assert written("bubblewrap", tmp_path, 20, 0, 0.05).returncode == 0
+    assert walks == []
+
+
+def test_links_count_once_and_lead_nowhere(tmp_path):
+    (tmp_path / "in" / "deep").mkdir(parents=True)
+    (tmp_path / "out").mkdir()
+    for name in ("in/file", "out/file"):
+        (tmp_path / name).write_bytes(bytes(1 << 20))
+    for i in range(5):
+        (tmp_path / "in" / "deep" / f"hard{i}").hardlink_to(tmp_path / "in" / "file")
+        (tmp_path / "in" / f"soft{i}").symlink_to(tmp_path / "out")
+    assert fits([tmp_path / "in"], (1 << 20) + (1 << 16), 8)
+    assert not fits([tmp_path / "in"], 1 << 20, 8)
+    assert not fits([tmp_path / "in"], 2 << 20, 6)
 
 
 def test_a_killed_sandbox_is_an_infrastructure_failure(mark):
