@@ -30,8 +30,9 @@ REGISTRY_HOSTS = re.compile(r"(pypi|pythonhosted|npmjs|npmmirror|crates|pytorch|
 
 
 def modules() -> list[str]:
-    """Dotted names of all modules of the package."""
-    paths = (path.relative_to(ROOT).with_suffix("") for path in PACKAGE.rglob("*.py"))
+    """Dotted names of all modules of the package; programs for a harness's own Python are none."""
+    files = (path for path in PACKAGE.rglob("*.py") if path.parent.name != "runners")
+    paths = (path.relative_to(ROOT).with_suffix("") for path in files)
     return sorted(".".join(path.parts).removesuffix(".__init__") for path in paths)
 
 

@@ -34,6 +34,7 @@ BUILT_IN = {
     "mini-swe-agent": "pipeline.harness.mini_swe_agent:RECIPE",
     "opencode": "pipeline.harness.opencode:RECIPE",
     "pi": "pipeline.harness.pi:RECIPE",
+    "terminus-2": "pipeline.harness.terminus_2:RECIPE",
     "qwen-code": "pipeline.harness.qwen_code:RECIPE",
 }
 _registered: dict[str, str] = {}  # by `register`

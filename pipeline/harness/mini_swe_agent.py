@@ -23,9 +23,9 @@ RECIPE = HarnessRecipe(
         "LITELLM_LOCAL_MODEL_COST_MAP": "True",  # else it looks for a list of prices on the network
     },
     exit_codes={1: "agent_crash"},  # 0 also at its own limits, and after too many bad answers
-    loop_guard=r"(?m)^Exit:\nRepeatedFormatError$",  # three answers in a row without a good tool call
+    loop_guard=r"(?m)^RepeatedFormatError$",  # three answers in a row without a good tool call
     # each result that it shows, and each call that it drops as malformed
-    tool_log=r"(?m)^Tool:\n<returncode>$|^<error>\n(?:Error parsing|Unknown tool|Missing 'command')",
+    tool_log=r"(?m)^(?:<returncode>$|Error parsing tool call arguments|Unknown tool '|Missing 'command' argument)",
     limits={
         "turns": "-c mini.yaml -c agent.step_limit=N",
         "wall": "-c mini.yaml -c agent.wall_time_limit_seconds=N",
