@@ -147,13 +147,15 @@ def _weighted_rows(
 def plan(rows: Sequence[WeightedRow], token_budget: int, share_prefix: bool, ranks: int = 1) -> list[list[RowBatch]]:
     """Part rows into forwards of at most ``token_budget`` padded tokens (a longer row alone), spread over ``ranks``.
 
-    Every rank gets the same number, filled up with forwards that weigh nothing. Deterministic, so all ranks agree.
+    Behind a prefix longer than the budget come as many tokens as it has: each forward runs it again, and a forward over
+    it must fit anyway. Every rank gets the same number, filled up with forwards that weigh nothing. Deterministic, so
+    all ranks agree.
     """
     clusters = _clusters(rows) if share_prefix else [(list(rows), 0)]
     total = sum(RowBatch(tuple(cluster), prefix).padded_tokens for cluster, prefix in clusters)
-    budget = min(token_budget, -(-total // ranks))
-    batches = [batch for cluster, prefix in clusters for batch in _fill(cluster, prefix, budget)]
-    return _spread(batches, ranks)
+    share = -(-total // ranks)
+    parted = (_fill(cluster, prefix, min(share, max(token_budget, prefix))) for cluster, prefix in clusters)
+    return _spread([batch for own in parted for batch in own], ranks)
 
 
 def _clusters(rows: Sequence[WeightedRow]) -> list[tuple[list[WeightedRow], int]]:

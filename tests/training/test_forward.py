@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,6 +11,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from training_helpers import MODELS, qwen3, random_groups
 
 from pipeline.config import AlgorithmConfig, UserError
@@ -115,6 +118,37 @@ def test_a_row_longer_than_the_budget_runs_alone_and_none_is_lost() -> None:
     (batches,) = plan(rows, 8, False)
     assert sorted(id(row) for own in batches for row in own.rows) == sorted(map(id, rows))
     assert all(len(own.rows) == 1 for own in batches if own.padded_tokens > 8)
+
+
+def test_a_prefix_longer_than_the_budget_is_not_run_for_every_row() -> None:
+    rows = make_minibatch(random_groups(1, groups=1, prefix=300), AlgorithmConfig(), None).rows
+    (batches,) = plan(rows, 8, True)
+    assert sorted(id(row) for own in batches for row in own.rows) == sorted(map(id, rows))
+    assert len(batches) == 1 and 8 < batches[0].padded_tokens <= batches[0].prefix
+
+
+class Largest(TorchDispatchMode):
+    """Elements of the largest tensor that any operation makes."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = function(*args, **(kwargs or {}))
+        sizes = [leaf.numel() for leaf in tree_leaves(made) if isinstance(leaf, Tensor)]
+        self.elements = max(self.elements, *sizes, 0)
+        return made
+
+
+@pytest.mark.parametrize("kind", sorted(MODELS))
+def test_long_rows_are_exact_and_hold_nothing_of_their_length_squared(kind: str) -> None:
+    """The prompts of whole harnesses are longer than any budget; attention must not write its scores down."""
+    rows = make_minibatch(random_groups(5, groups=1, size=2, prefix=1500, longest=600), AlgorithmConfig(), None).rows
+    policy = PolicyModel(MODELS[kind](0))
+    (batches,) = plan(rows, 64, policy.shares_prefix)
+    with Largest() as largest:
+        mine = run(policy, batches)
+    assert_same(mine, plain(kind, rows))
+    assert largest.elements < 1500 * 1500 / 2, "linear in the length, times the widest layer"
 
 
 @pytest.mark.parametrize("kind", sorted(MODELS))
