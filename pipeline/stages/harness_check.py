@@ -7,25 +7,32 @@ from __future__ import annotations
 
 import asyncio
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any, TypeVar
 
 from pipeline.config import Config
 from pipeline.harness.base import HarnessRecipe, get_harness, harness_root
 from pipeline.harness.install import install
-from pipeline.stages.harness_check_result import Result, entry_of, keep, results_place
+from pipeline.stages.harness_check_real import REAL, check_real
+from pipeline.stages.harness_check_result import Result, Tell, entry_of, keep, results_place
 from pipeline.stages.harness_check_scenes import SCENES
 from pipeline.stages.harness_check_stage import TOGETHER, Stage
 from pipeline.stages.harness_check_view import View
 
+COLUMNS = (*SCENES, TOGETHER, REAL)
+T = TypeVar("T")
+
 
 def check_harnesses(config: Config, names: Sequence[str]) -> int:
     """Install what is missing, check every harness, keep the results. Returns the exit code: 1 unless all pass."""
-    with View(names, [*SCENES, TOGETHER]) as view:
+    with View(names, COLUMNS) as view:
         absent = install(names, harness_root(config.harness.home), view.say)
         recipes = [get_harness(name) for name in names if name not in absent]
-        results = check_scripted(config, recipes, view)
+        results = check_scripted(config, recipes, view.tell)
+        for name, result in check_on_vllm(config, recipes, view.tell).items():
+            results[name].append(result)
     entries = {recipe.name: entry_of(recipe, results[recipe.name]) for recipe in recipes}
     keep(entries, results_place())
     failures = [f"{name}: {line}" for name, entry in entries.items() for line in entry["failures"]]
@@ -37,11 +44,22 @@ def check_harnesses(config: Config, names: Sequence[str]) -> int:
     return 1 if failures else 0
 
 
-def check_scripted(config: Config, recipes: Sequence[HarnessRecipe], view: View) -> dict[str, list[Result]]:
-    """The scenes of every harness, one harness after the other."""
+def check_scripted(config: Config, recipes: Sequence[HarnessRecipe], tell: Tell) -> dict[str, list[Result]]:
+    """The scenes of every harness against the scripted engine, one harness after the other."""
+    return {recipe.name: _in_scratch(partial(_scenes, config, recipe, tell)) for recipe in recipes}
 
-    async def check(recipe: HarnessRecipe) -> list[Result]:
-        with tempfile.TemporaryDirectory(prefix="yoke-check-", ignore_cleanup_errors=True) as scratch:
-            return await Stage(config, recipe, Path(scratch), partial(view.tell, recipe.name)).play_all()
 
-    return {recipe.name: asyncio.run(check(recipe)) for recipe in recipes}
+async def _scenes(config: Config, recipe: HarnessRecipe, tell: Tell, scratch: Path) -> list[Result]:
+    return await Stage(config, recipe, scratch, tell).play_all()
+
+
+def check_on_vllm(config: Config, recipes: Sequence[HarnessRecipe], tell: Tell) -> dict[str, Result]:
+    """A rollout of every harness on one real vLLM."""
+    if not recipes:
+        return {}
+    return _in_scratch(lambda scratch: check_real(config, recipes, scratch, tell))
+
+
+def _in_scratch(work: Callable[[Path], Coroutine[Any, Any, T]]) -> T:
+    with tempfile.TemporaryDirectory(prefix="yoke-check-", ignore_cleanup_errors=True) as scratch:
+        return asyncio.run(work(Path(scratch)))

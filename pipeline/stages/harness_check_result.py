@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
@@ -25,6 +25,7 @@ class Result:
     facts: dict[str, Any]
 
 
+Tell = Callable[[str, str, Result | None], None]  # (harness, scene, None) when it begins, with a result when done
 Entry = dict[str, Any]
 
 

@@ -6,7 +6,7 @@ import asyncio
 import os
 import secrets
 import signal
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -18,8 +18,9 @@ from pipeline.engine.server import SERVED_MODEL_NAME
 from pipeline.harness.base import HarnessRecipe, harness_root
 from pipeline.records import GroupSpec, TaskRef, Verdict
 from pipeline.sandbox.base import Sandbox, make_sandbox
-from pipeline.stages.harness_check_result import Result
+from pipeline.stages.harness_check_result import Result, Tell
 from pipeline.stages.harness_check_scenes import SCENES, Director, Party, Scene, digits, plays
+from pipeline.stages.harness_check_tasks import write_task
 from pipeline.stages.harness_check_verdict import Played, complaints, facts
 from pipeline.stages.rollout import Workshop
 from pipeline.stages.verification import verify
@@ -33,13 +34,10 @@ ROOM = 60_000  # tokens beyond the first prompt, where a harness must compact
 HANG_S = 15.0  # at least; more where a harness is slow
 
 
-Tell = Callable[[str, Result | None], None]  # (scene, None) when it begins, (scene, result) when it is done
-
-
 class Stage:
     """One harness's engine and proxy."""
 
-    def __init__(self, config: Config, recipe: HarnessRecipe, scratch: Path, tell: Tell = lambda scene, result: None):
+    def __init__(self, config: Config, recipe: HarnessRecipe, scratch: Path, tell: Tell) -> None:
         self._recipe = recipe
         self._scratch = scratch
         self._tell = tell
@@ -75,7 +73,7 @@ class Stage:
         rest.sort(key=lambda scene: not scene.together)
         results = await asyncio.gather(*map(one, rest))
         together = _together(party)
-        self._tell(TOGETHER, together)
+        self._tell(self._recipe.name, TOGETHER, together)
         return [alone, *results, together]
 
     @asynccontextmanager
@@ -91,14 +89,14 @@ class Stage:
     async def _play(
         self, scene: Scene, supervisor: ShardSupervisor, party: Party | None = None, context_tokens: int = 200_000
     ) -> Result:
-        self._tell(scene.name, None)
+        self._tell(self._recipe.name, scene.name, None)
         if scene.faulty:
             async with self._supervisor(scene.name, 0.0, 1) as own:
                 played = await self._roll_out(scene, own, party, context_tokens)
         else:
             played = await self._roll_out(scene, supervisor, party, context_tokens)
         result = Result(scene.name, tuple(complaints(played)), facts(played))
-        self._tell(scene.name, result)
+        self._tell(self._recipe.name, scene.name, result)
         return result
 
     async def _roll_out(
@@ -157,20 +155,3 @@ def alive(word: str) -> int:
             with suppress(OSError):
                 count += word.encode() in (place / "cmdline").read_bytes()
     return count
-
-
-def write_task(place: Path, tag: str, files: dict[str, str]) -> Path:
-    """A task that is solved when the workspace holds ``files``."""
-    tests = " && ".join(f'[ "$(cat /workspace/{name})" = "{text}" ]' for name, text in files.items())
-    script = (
-        f"#!/bin/sh\nmkdir -p /logs/verifier\nif {tests}; then echo 1; else echo 0; fi > /logs/verifier/reward.txt\n"
-    )
-    content = {
-        "task.toml": 'schema_version = "1.4"\n',
-        "instruction.md": f"Write 42 to answer.txt, in the way that you are told. [scene {tag}]\n",
-        "tests/test.sh": script,
-    }
-    for name, text in content.items():
-        (place / name).parent.mkdir(parents=True, exist_ok=True)
-        (place / name).write_text(text)
-    return place

@@ -32,6 +32,7 @@ from pipeline.tasks.harbor import HarborTask, load_task, prepare_workspace
 
 INSIDE_PORT = 8000
 NO_VERSION = PolicyVersion(0, 0)
+OF_EXIT = ("returncode", "timed_out", "killed", "peak_memory_mb", "cpu_s")
 
 
 class NotInstalled(Exception):
@@ -253,7 +254,9 @@ def _info(recipe: HarnessRecipe, end: End | None, calls: ToolCalls, judged: _Jud
         info |= trace.counters
         info["cut"] = sum(call.finish_reason == "length" for call in trace.calls)
         info["forks"] = max(0, sum(call.parent is None for call in trace.calls) - 1)
-        info |= {name: getattr(exit_, name) for name in ("returncode", "timed_out", "killed", "peak_memory_mb")}
+        info |= {
+            name: getattr(exit_, name) for name in ("returncode", "timed_out", "killed", "peak_memory_mb", "cpu_s")
+        }
     if calls.logged is not None:
         info |= {"tool_calls_logged": calls.logged, "tool_calls_differ": calls.differs}
     return info
