@@ -1,4 +1,4 @@
-"""`yoke harness list | install | check | lock`: the coding agents of this machine."""
+"""`yoke harness list | install | check | table | lock`: the coding agents of this machine."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ALL = "--all"
 
 def run(config: Config, words: Sequence[str]) -> int:
     """Do what the first word says with the harnesses that the others name. Returns the exit code."""
-    actions = {"list": _list, "install": _install, "check": _check, "lock": _lock}
+    actions = {"list": _list, "install": _install, "check": _check, "table": _table, "lock": _lock}
     action, *names = words or ["list"]
     if action not in actions:
         raise UserError(f"yoke harness {action}: one of {', '.join(actions)}")
@@ -58,6 +58,15 @@ def _check(config: Config, names: Sequence[str]) -> int:
     from pipeline.stages.harness_check import check_harnesses
 
     return check_harnesses(config, names)
+
+
+def _table(config: Config, names: Sequence[str]) -> int:
+    """Write docs/harness-table.md from what `check` found out."""
+    from pipeline.stages.harness_check_result import read, results_place
+    from pipeline.stages.harness_check_table import write_table
+
+    print(write_table(read(results_place()), names), flush=True)
+    return 0
 
 
 def _lock(config: Config, names: Sequence[str]) -> int:
