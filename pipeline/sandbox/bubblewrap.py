@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import json
+import logging
 import os
 import re
 import shutil
@@ -22,10 +23,13 @@ from pathlib import Path
 
 from pipeline.config import SandboxConfig, UserError
 from pipeline.records import Inside
+from pipeline.sandbox import seccomp
 from pipeline.sandbox.base import HOME, PATH, WORKSPACE, SandboxError, SandboxSpec
 from pipeline.sandbox.disk import DiskWatch, writable_places
 from pipeline.sandbox.running import Log, RunningSandbox, memory_file, readable
 from pipeline.sandbox.watch import TreeWatch, listed
+
+logger = logging.getLogger(__name__)
 
 START_S = 20.0
 ETC = Path(__file__).parent / "etc"
@@ -35,6 +39,8 @@ HOST_ETC = (
     "ssl/certs",
 )  # what programs of /usr need to start; nothing of the host's own
 
+HIDDEN = ("/proc/keys", "/proc/key-users")  # names of what is in the host's keyrings
+READ_ONLY = ("/dev", "/proc", "/")  # /proc/sys belongs to root, whom a sandbox that root starts is to the kernel
 SCRATCH = ("tmp", HOME[1:], "dev/shm", "run")  # memory file systems
 
 # Runs inside, on the project's own interpreter: opens the socket, hands it out, waits, becomes the command.
@@ -86,6 +92,9 @@ class BubblewrapSandbox:
         self._size = config.tmp_mb << 20
         self._bwrap = find_bwrap()
         self._python = os.path.realpath(sys.executable)
+        self._filter = seccomp.program()
+        if self._filter is None:
+            logger.warning("no system call filter for %s: keyrings of the host's user can be read", os.uname().machine)
         self._fixed = (*_namespaces(), *_system(), *_scratch(self._size), *_interpreter())
 
     def probe(self) -> str | None:
@@ -157,7 +166,10 @@ class BubblewrapSandbox:
             options += ["--perms", "0600", "--file", str(passed[-1]), f"{HOME}/{path}"]
         if spec.listen_port is None:
             options += ["--block-fd", str(theirs)]
-        options += ["--remount-ro", "/dev", "--remount-ro", "/", "--chdir", WORKSPACE]
+        if self._filter is not None:
+            passed.append(memory_file(given, self._filter))
+            options += ["--seccomp", str(passed[-1])]
+        options += [*(word for place in READ_ONLY for word in ("--remount-ro", place)), "--chdir", WORKSPACE]
         passed.append(memory_file(given, b"".join(os.fsencode(option) + b"\0" for option in options)))
         return subprocess.Popen(
             [self._bwrap, "--args", str(passed[-1]), "--", *self._command(spec, theirs)],
@@ -244,7 +256,8 @@ def _system() -> list[str]:
 
 def _scratch(size: int) -> list[str]:
     """Devices, /proc, and memory file systems of ``size`` bytes at most for HOME and /tmp."""
-    options = ["--proc", "/proc", "--dev", "/dev", "--size", str(64 << 20), "--tmpfs", "/dev/shm"]
+    hidden = [word for name in HIDDEN if os.path.exists(name) for word in ("--ro-bind", "/dev/null", name)]
+    options = ["--proc", "/proc", *hidden, "--dev", "/dev", "--size", str(64 << 20), "--tmpfs", "/dev/shm"]
     options += ["--perms", "1777", "--size", str(size), "--tmpfs", "/tmp"]
     return [*options, "--size", str(16 << 20), "--tmpfs", "/run", "--size", str(size), "--tmpfs", HOME]
 
