@@ -33,6 +33,7 @@ BUILT_IN = {
     "gemini-cli": "pipeline.harness.gemini_cli:RECIPE",
     "mini-swe-agent": "pipeline.harness.mini_swe_agent:RECIPE",
     "opencode": "pipeline.harness.opencode:RECIPE",
+    "openhands": "pipeline.harness.openhands:RECIPE",
     "pi": "pipeline.harness.pi:RECIPE",
     "terminus-2": "pipeline.harness.terminus_2:RECIPE",
     "qwen-code": "pipeline.harness.qwen_code:RECIPE",
