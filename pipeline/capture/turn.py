@@ -76,7 +76,8 @@ class Turns(ABC):
         try:
             return await self._answer(session, request)
         except EngineError:
-            self.count(session, "engine_failures")
+            if not request.foreign:  # else an agent could see to it that its rollout is not graded
+                self.count(session, "engine_failures")
             raise
 
     @abstractmethod

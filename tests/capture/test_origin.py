@@ -20,6 +20,7 @@ from proxy_helpers import Proxies, Proxy, eventually
 from pipeline.capture.origin import Inspector, Origin
 from pipeline.capture.rows import rows
 from pipeline.config import SandboxConfig, SessionPolicy
+from pipeline.engine.scripted import Scripted
 from pipeline.records import Trace
 from pipeline.sandbox import SandboxSpec, make_sandbox
 
@@ -126,6 +127,20 @@ def test_a_call_of_the_agents_own_is_answered_and_not_trained(command, arguments
     built = rows(trace)
     assert len(built) == 1  # the harness's two calls
     assert built[0].trained_tokens == sum(len(trace.calls[i].sampled_ids) for i in (0, 2))
+
+
+def test_an_agent_cannot_spoil_its_rollout_by_calls_that_the_engine_fails_at(proxies, tmp_path):
+    workspace = tmp_path / "w"
+    workspace.mkdir()
+
+    async def inner() -> Trace:
+        async with proxies.run() as proxy:
+            proxy.engine.script += [Scripted("first"), *(Scripted(status=500) for _ in range(3)), Scripted("second")]
+            return await traced(proxy, workspace, HARNESS, CURL)
+
+    trace = asyncio.run(inner())
+    assert '"error"' in (workspace / "answer").read_text()
+    assert len(trace.calls) == 2 and "engine_failures" not in trace.counters
 
 
 def test_calls_of_a_harness_that_is_several_processes_are_its_own(proxies, tmp_path):
