@@ -66,8 +66,6 @@ def assert_refused(done: subprocess.CompletedProcess[str], run_dir: Path, *words
         (["training.zero_stage=5"], ["zero_stage=5"]),
         (["cluster.name=moon"], ["cluster.name=moon"]),
         (["mix.harnesses=[pi,pi]"], ["twice"]),
-        (["+mix.weights.codex=2"], ["mix.weights", "codex"]),
-        (["+mix.weights.pi=0"], ["mix.weights", "pi has 0"]),
         (["tasks.test_size=0"], ["test_size"]),
         (["model.path=no/such/model"], ["no/such/model"]),
     ],
