@@ -78,6 +78,7 @@ ENDS: list[tuple[End, Outcome, str]] = [
     (end(exit_=left(1)), Outcome.UNSOLVED, "exit 1"),  # it was done talking
     (end(MIDDLE), Outcome.UNSOLVED, ""),  # 0 is no crash: several harnesses end so at their own limits
     (end(MIDDLE, left(144), recipe=MEANS), Outcome.UNSOLVED, "exit 144"),
+    (end(exit_=left(143), recipe=recipe(exit_codes={143: "unsolved"})), Outcome.UNSOLVED, "exit 143"),  # no signal
     (end(trace=trace(MIDDLE, context_full=1), exit_=left(1), recipe=MEANS), Outcome.UNSOLVED, "window was full"),
     (end(trace=trace(chain(1, 0), context_full=1)), Outcome.UNSOLVED, ""),  # it compacted and went on
     # two at once: the earlier row decides
