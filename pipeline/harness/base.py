@@ -32,6 +32,7 @@ BUILT_IN = {
     "codex": "pipeline.harness.codex:RECIPE",
     "gemini-cli": "pipeline.harness.gemini_cli:RECIPE",
     "mini-swe-agent": "pipeline.harness.mini_swe_agent:RECIPE",
+    "mistral-vibe": "pipeline.harness.mistral_vibe:RECIPE",
     "opencode": "pipeline.harness.opencode:RECIPE",
     "openhands": "pipeline.harness.openhands:RECIPE",
     "pi": "pipeline.harness.pi:RECIPE",

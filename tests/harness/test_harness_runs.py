@@ -101,7 +101,7 @@ def test_harness_solves_its_task_and_asks_the_same_in_every_sandbox(name: str, t
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [*NPM, "mini-swe-agent"])
+@pytest.mark.parametrize("name", [*NPM, "mini-swe-agent", "mistral-vibe"])
 def test_harness_solves_its_task_without_isolation(name: str, tmp_path: Path) -> None:
     check_solved(name, run(name, tmp_path, kind="process"))
 
