@@ -110,7 +110,7 @@ class HarnessRecipe:
     stdin: str | None = None
     programs: tuple[str, ...] = ()  # of the system, which no package brings
     installation: str = ""  # of another recipe that it shares; "" = its own
-    warm_up: bool = False  # a trial run at installation fills the compile cache at $prefix/compile-cache
+    warm_up: bool = False  # a trial run at installation fills $prefix/compile-cache (chat, gemini)
     exit_codes: Mapping[int, str] = field(default_factory=dict)  # what it means by them: call_budget, agent_crash …
     loop_guard: str = ""  # regular expression in its output when its own guard against loops ended the run
     tool_log: str = ""  # regular expression that its output holds once for each tool call

@@ -15,6 +15,7 @@ RECIPE = HarnessRecipe(
     ),
     env={
         "TERM": "dumb",
+        "NODE_COMPILE_CACHE": "$prefix/compile-cache",
         "GEMINI_API_KEY": "$key",
         "GOOGLE_GEMINI_BASE_URL": "$base_url",
         "GEMINI_CLI_TRUST_WORKSPACE": "true",
@@ -33,6 +34,7 @@ RECIPE = HarnessRecipe(
     | dict.fromkeys((41, 42, 44, 52, 55, *STATUSES), "infrastructure"),
     loop_guard="Loop detected, stopping execution",
     tool_log=r'"type":"tool_use"',
+    warm_up=True,
     shell=Action("run_shell_command", {"command": "$command", "description": "run a command"}),
     limits={"turns": "settings.json: model.maxSessionTurns", "attempts": "settings.json: general.maxAttempts"},
     subagent=Action("invoke_agent", {"agent_name": "generalist", "prompt": "$prompt"}),

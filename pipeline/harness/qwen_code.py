@@ -14,6 +14,7 @@ RECIPE = HarnessRecipe(
     ),
     env={
         "TERM": "dumb",
+        "NODE_COMPILE_CACHE": "$prefix/compile-cache",
         "OPENAI_API_KEY": "$key",
         "OPENAI_BASE_URL": "$base_url/v1",
         "OPENAI_MODEL": "$model",
@@ -33,6 +34,7 @@ RECIPE = HarnessRecipe(
     exit_codes={53: "call_budget", 55: "call_budget"} | dict.fromkeys((42, 44, 52), "infrastructure"),
     loop_guard="Loop detection halted the run",
     tool_log=r'"type":"tool_use"',
+    warm_up=True,
     shell=Action("run_shell_command", {"command": "$command", "description": "run a command", "is_background": False}),
     limits={"turns": "--max-session-turns N", "tool calls": "--max-tool-calls N", "seconds": "--max-wall-time N"},
     subagent=Action("agent", {"description": "help", "prompt": "$prompt", "subagent_type": "general-purpose"}),

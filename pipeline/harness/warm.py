@@ -6,20 +6,22 @@ The cache is read-only in rollouts. Nothing of the harness is changed.
 
 from __future__ import annotations
 
-import json
 import logging
 import subprocess
 import tempfile
 import threading
+from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
-from pipeline.harness.base import Endpoint, HarnessRecipe
+from pipeline.harness.base import Action, Endpoint, HarnessRecipe
+from pipeline.harness.scripted import chat_stream, gemini_stream
 
-WARM_S = 60.0
+WARM_S = 180.0
 CACHE = "compile-cache"
 ANSWER = "answer.txt"
+STREAMS = {"chat": chat_stream, "gemini": gemini_stream}
 
 logger = logging.getLogger(__name__)
 
@@ -45,7 +47,7 @@ def warm_up(recipe: HarnessRecipe, root: Path) -> bool:
 
 
 def _trial(recipe: HarnessRecipe, root: Path, scratch: Path, bwrap: str) -> subprocess.CompletedProcess[str]:
-    server = ThreadingHTTPServer(("127.0.0.1", 0), _ScriptedModel)
+    server = ThreadingHTTPServer(("127.0.0.1", 0), _scripted_model(recipe))
     threading.Thread(target=server.serve_forever, daemon=True).start()
     try:
         endpoint = Endpoint(f"http://127.0.0.1:{server.server_port}", "key", "model")
@@ -72,30 +74,23 @@ def _trial(recipe: HarnessRecipe, root: Path, scratch: Path, bwrap: str) -> subp
 
 
 class _ScriptedModel(BaseHTTPRequestHandler):
-    """Chat Completions that never thinks."""
+    """Has an answer written by its first word, and then ends."""
+
+    turns: Iterator[Action]
+    stream: Callable[[Action, int, str], bytes]
 
     def do_POST(self) -> None:
-        body = json.loads(self.rfile.read(int(self.headers["content-length"])))
+        self.rfile.read(int(self.headers["content-length"]))
+        answer = type(self).stream(next(self.turns, Action(text="Done.")), 10, "call_1")
         self.send_response(200)
         self.send_header("content-type", "text/event-stream")
         self.end_headers()
-        self.wfile.write(chat_answer(body))
+        self.wfile.write(answer)
 
     def log_message(self, format: str, *args: Any) -> None:
         """Say nothing."""
 
 
-def chat_answer(body: dict[str, Any]) -> bytes:
-    """The event stream for ``body``: first a command that writes 42 to answer.txt, after its result a last word."""
-    if body["messages"][-1]["role"] == "tool":
-        deltas: list[tuple[dict[str, Any], str | None]] = [
-            ({"role": "assistant", "content": "Done."}, None),
-            ({}, "stop"),
-        ]
-    else:
-        function = {"name": "bash", "arguments": json.dumps({"command": f"printf 42 > {ANSWER}"})}
-        call = {"index": 0, "id": "call_1", "type": "function", "function": function}
-        deltas = [({"role": "assistant", "tool_calls": [call]}, None), ({}, "tool_calls")]
-    head = {"id": "chatcmpl-1", "object": "chat.completion.chunk", "created": 1, "model": body["model"]}
-    chunks = [{**head, "choices": [{"index": 0, "delta": delta, "finish_reason": why}]} for delta, why in deltas]
-    return b"".join(f"data: {json.dumps(chunk)}\n\n".encode() for chunk in chunks) + b"data: [DONE]\n\n"
+def _scripted_model(recipe: HarnessRecipe) -> type[_ScriptedModel]:
+    turns = iter([recipe.shell.filled(command=f"printf 42 > {ANSWER}"), *recipe.finish])
+    return type("_ScriptedModel", (_ScriptedModel,), {"turns": turns, "stream": staticmethod(STREAMS[recipe.dialect])})

@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
 from pipeline.harness.base import Action
+from pipeline.harness.scripted import chat_stream, event_stream, gemini_stream
 
 Json = dict[str, Any]
 
@@ -85,19 +86,6 @@ def in_turns(dialect: str, turns: Sequence[Action]) -> Callable[[Json], Action]:
     return lambda body: turns[min(sum(map(api.spoken, body[api.history])), len(turns) - 1)]
 
 
-def chat(action: Action, tokens: int, call_id: str) -> bytes:
-    """Chat Completions."""
-    function = {"name": action.tool, "arguments": json.dumps(action.arguments)}
-    call = {"index": 0, "id": call_id, "type": "function", "function": function}
-    said: Json = {"tool_calls": [call]} if action.tool else {"content": action.text}
-    finish = "tool_calls" if action.tool else "stop"
-    head = {"id": "x", "object": "chat.completion.chunk", "created": 1, "model": "m"}
-    choices = [{"delta": {"role": "assistant", **said}, "finish_reason": None}, {"delta": {}, "finish_reason": finish}]
-    chunks: list[Json] = [{**head, "choices": [{"index": 0, **choice}]} for choice in choices]
-    usage = {"prompt_tokens": tokens, "completion_tokens": 5, "total_tokens": tokens + 5}
-    return _events([*chunks, {**head, "choices": [], "usage": usage}]) + b"data: [DONE]\n\n"
-
-
 def chat_at_once(action: Action, tokens: int, call_id: str) -> bytes:
     """Chat Completions without a stream."""
     call = {
@@ -141,7 +129,7 @@ def anthropic(action: Action, tokens: int, call_id: str) -> bytes:
         {"type": "message_delta", "delta": end, "usage": usage},
         {"type": "message_stop"},
     ]
-    return _events(events)
+    return event_stream(events)
 
 
 def responses(action: Action, tokens: int, call_id: str) -> bytes:
@@ -156,21 +144,7 @@ def responses(action: Action, tokens: int, call_id: str) -> bytes:
     usage = counts | {"input_tokens_details": {"cached_tokens": 0}, "output_tokens_details": {"reasoning_tokens": 0}}
     whole = {"id": "r1", "object": "response", "status": "completed", "output": [item], "usage": usage}
     done = {"type": "response.output_item.done", "output_index": 0, "item": item | {"status": "completed"}}
-    return _events([done, {"type": "response.completed", "response": whole}])
-
-
-def gemini(action: Action, tokens: int, call_id: str) -> bytes:
-    """Gemini; its calls have no ids."""
-    call = {"functionCall": {"name": action.tool, "args": action.arguments}}
-    part = call if action.tool else {"text": action.text}
-    candidate = {"index": 0, "content": {"role": "model", "parts": [part]}, "finishReason": "STOP"}
-    usage = {"promptTokenCount": tokens, "candidatesTokenCount": 5, "totalTokenCount": tokens + 5}
-    return _events([{"candidates": [candidate], "usageMetadata": usage}])
-
-
-def _events(events: Iterable[Json]) -> bytes:
-    named = [(f"event: {event['type']}\n" if "type" in event else "", json.dumps(event)) for event in events]
-    return "".join(f"{name}data: {data}\n\n" for name, data in named).encode()
+    return event_stream([done, {"type": "response.completed", "response": whole}])
 
 
 def _of_the_model(entry: Json) -> bool:
@@ -178,8 +152,8 @@ def _of_the_model(entry: Json) -> bool:
 
 
 DIALECTS = {
-    "chat": Dialect("messages", _of_the_model, chat, ("authorization", "Bearer ")),
+    "chat": Dialect("messages", _of_the_model, chat_stream, ("authorization", "Bearer ")),
     "anthropic": Dialect("messages", _of_the_model, anthropic, ("x-api-key", "")),
     "responses": Dialect("input", _of_the_model, responses, ("authorization", "Bearer ")),
-    "gemini": Dialect("contents", _of_the_model, gemini, ("x-goog-api-key", "")),
+    "gemini": Dialect("contents", _of_the_model, gemini_stream, ("x-goog-api-key", "")),
 }
