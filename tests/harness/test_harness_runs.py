@@ -75,6 +75,7 @@ def check_solved(name: str, done: Run) -> None:
     prompt = json.dumps(PROMPT)[1:-1]
     assert prompt in done.first_prompt()
     assert f'\\"{prompt}\\"' not in done.first_prompt()  # one that quotes it once more
+    assert not recipe.loop_guard or not re.search(recipe.loop_guard, done.log)
     if recipe.tool_log:
         calls = 1 + sum(bool(action.tool) for action in recipe.finish)
         assert len(re.findall(recipe.tool_log, done.log)) == calls, done.log[-3000:]
@@ -104,6 +105,16 @@ def test_harness_solves_its_task_and_asks_the_same_in_every_sandbox(name: str, t
 @pytest.mark.parametrize("name", [*NPM, "mini-swe-agent", "mistral-vibe"])
 def test_harness_solves_its_task_without_isolation(name: str, tmp_path: Path) -> None:
     check_solved(name, run(name, tmp_path, kind="process"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "turn"), [("mini-swe-agent", Action("no_such_tool")), ("openhands", None)])
+def test_guard_against_loops_is_recognised(name: str, turn: Action | None, tmp_path: Path) -> None:
+    recipe = get_harness(name)
+    done = run(name, tmp_path, [turn or recipe.shell.filled(command="ls")] * 20)
+    assert re.search(recipe.loop_guard, done.log), done.log[-3000:]
+    assert len(done.server.requests) < 20
+    assert recipe.exit_codes.get(done.exit.returncode or 0, "loop_guard") == "loop_guard"
 
 
 @pytest.mark.slow
