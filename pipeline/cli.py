@@ -54,9 +54,9 @@ JOBS: dict[str, Job] = {
         "proxy",
     ),
     "harness": Job(
-        "list, install, lock or check coding agents (docs/harnesses.md)",
+        "list, install, check or lock coding agents (docs/harnesses.md)",
         "pipeline.launch.harnesses:run",
-        words="list | install NAME… | check NAME… [--all] | lock NAME…",
+        words="list | install NAME… | check NAME… | table NAME… | lock NAME… (--all: every harness)",
     ),
     "check": Job("look at every setting and every task without starting anything", "check"),
 }

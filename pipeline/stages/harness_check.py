@@ -6,13 +6,18 @@ The scenes are in ``harness_check_scenes``, what must hold in ``harness_check_ve
 from __future__ import annotations
 
 import asyncio
+import logging
 import tempfile
 from collections.abc import Callable, Coroutine, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
+from pipeline.capture import supervisor
+from pipeline.capture.shard_process import CaptureError
 from pipeline.config import Config
+from pipeline.engine.server import EngineError
+from pipeline.engine.transfer import TransferError
 from pipeline.harness.base import HarnessRecipe, get_harness, harness_root
 from pipeline.harness.install import install
 from pipeline.stages.harness_check_real import REAL, check_real
@@ -46,6 +51,7 @@ def check_harnesses(config: Config, names: Sequence[str]) -> int:
 
 def check_scripted(config: Config, recipes: Sequence[HarnessRecipe], tell: Tell) -> dict[str, list[Result]]:
     """The scenes of every harness against the scripted engine, one harness after the other."""
+    logging.getLogger(supervisor.__name__).setLevel(logging.ERROR)  # it tells of shards that a scene kills
     return {recipe.name: _in_scratch(partial(_scenes, config, recipe, tell)) for recipe in recipes}
 
 
@@ -54,10 +60,13 @@ async def _scenes(config: Config, recipe: HarnessRecipe, tell: Tell, scratch: Pa
 
 
 def check_on_vllm(config: Config, recipes: Sequence[HarnessRecipe], tell: Tell) -> dict[str, Result]:
-    """A rollout of every harness on one real vLLM."""
+    """A rollout of every harness on one real vLLM. When that does not start, no harness passes."""
     if not recipes:
         return {}
-    return _in_scratch(lambda scratch: check_real(config, recipes, scratch, tell))
+    try:
+        return _in_scratch(lambda scratch: check_real(config, recipes, scratch, tell))
+    except (EngineError, TransferError, CaptureError) as error:
+        return {recipe.name: Result(REAL, (str(error).replace("\n", " "),), {}) for recipe in recipes}
 
 
 def _in_scratch(work: Callable[[Path], Coroutine[Any, Any, T]]) -> T:

@@ -112,11 +112,13 @@ def _complaints(scored: Scored) -> list[str]:
     record, trace = scored.record, scored.trace
     trained = sum(row.trained_tokens for row in record.rows)
     trainable = sum(len(call.sampled_ids) for call in trace.calls if call.delivered and call.trainable)
+    foreign = sum(call.foreign for call in trace.calls)
     seen = {
         "outcome: expected a graded one, saw infrastructure: " + record.verdict.reason: (
             record.outcome is Outcome.INFRASTRUCTURE
         ),
         f"undelivered answers: expected 0, saw {record.undelivered}": record.undelivered > 0,
+        f"answers to something else than the harness: expected 0, saw {foreign}": foreign > 0,
         f"trained tokens: expected {trainable}, saw {trained}": trained != trainable or not trained,
         f"drift: expected 0, saw {trace.counters.get('drift')}": bool(trace.counters.get("drift")),
         f"logprobs scored anew: expected within {TOLERANCE}, saw {scored.difference}": (

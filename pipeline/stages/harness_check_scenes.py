@@ -18,12 +18,15 @@ from pipeline.engine.scripted import END, Scripted, Template, call_text, parsed
 from pipeline.harness.base import Action, HarnessRecipe
 
 MARK = re.compile(r"\[scene ([\w.-]+)\]")
+PRINTED = re.compile(
+    r"out_42_([a-z]+-\d+)"
+)  # by a command of the compaction; a request for a summary may hold only that
 ANSWER = {"answer.txt": "42"}
 SOLVE = "printf 42 > answer.txt && echo started"
 SUB = ".sub"  # after a scene's tag: its sub-agent's
 NEVER_S = 3600.0
 TOGETHER_S = 45.0
-COMPACTS_WITHIN = 40  # calls
+COMPACTS_WITHIN = 30  # calls
 Message = tuple[str, str]  # role, text
 
 
@@ -96,7 +99,7 @@ class Play:
 class Compaction(Play):
     """Commands that print much until the history comes back as a summary; then the task.
 
-    A request is for a summary when it does not end with what the latest command printed.
+    A request that is no follow-up to the latest command is for a summary.
     """
 
     recipe: HarnessRecipe | None = None
@@ -110,12 +113,21 @@ class Compaction(Play):
             return self.ending[min(sum(given.step in self.ending for given in self.given), len(self.ending) - 1)]
         if f"[summary {self.tag}]" in "\n".join(text for _, text in messages):
             return run("solve", self.recipe, f"printf 42 > answer.txt && echo done_$((40+2))_{self.tag}")
-        if turn and messages[-1][0] != "tool" and f"out_42_{self.tag}" not in messages[-1][1]:
+        if turn and not self._follows_up(messages):
             return Step(
                 "summary",
                 Scripted(f"<summary>[summary {self.tag}] [scene {self.tag}] Write 42 to answer.txt.</summary>"),
             )
-        return run("long", self.recipe, f"seq {1000 + turn} 2500; echo out_$((40+2))_{self.tag}")
+        # the mark stands at the start as well: a request for a summary may hold no more than that of each output
+        return run(
+            "long", self.recipe, f"echo [scene {self.tag}]; seq {1000 + turn} 2500; echo out_$((40+2))_{self.tag}"
+        )
+
+    def _follows_up(self, messages: Sequence[Message]) -> bool:
+        """Whether a history ends with what the latest command printed. A summary may be asked for in one message."""
+        role, text = messages[-1]
+        told = f"out_42_{self.tag}" in text and any(role == "assistant" for role, _ in messages)
+        return role == "tool" or told
 
 
 class Director:

@@ -31,6 +31,7 @@ TOGETHER = "four at once"
 PATIENT_S = 60.0
 MAX_TOKENS = 4096
 ROOM = 60_000  # tokens beyond the first prompt, where a harness must compact
+OWN_ROOM = 10_000  # of one without tools, which counts tokens by itself, several bytes each
 HANG_S = 15.0  # at least; more where a harness is slow
 
 
@@ -61,7 +62,7 @@ class Stage:
         if not alone.facts["calls"]:
             return [alone]
         slow = alone.facts["wall_s"]
-        context = alone.facts["prompt_tokens"] + ROOM
+        context = alone.facts["prompt_tokens"] + (ROOM if self._recipe.shell.tool else OWN_ROOM)
         party = Party(sum(scene.together for scene in rest))
         gate = asyncio.Semaphore(AT_ONCE)
 
@@ -108,7 +109,9 @@ class Stage:
         self._director.plays |= {play.tag: play for play in conversations}
         task = write_task(self._scratch / "tasks" / tag, tag, scene.files)
         snapshots = self._scratch / "snapshots"
-        limits = HarnessConfig(timeout_s=scene.timeout_s, retries=0, sampling=SessionPolicy(max_tokens=MAX_TOKENS))
+        limits = HarnessConfig(
+            timeout_s=scene.timeout_s, retries=0, sampling=SessionPolicy(max_tokens=MAX_TOKENS, max_calls=0)
+        )
         workshop = Workshop(
             self._sandbox, supervisor, limits, self._scratch, self._home, context_tokens, snapshots=snapshots
         )

@@ -97,10 +97,12 @@ WHOLE = (
     Must("answers that the engine gave and the trace lacks", 0, lambda p: (p.sampled - p.traced).total()),
     Must("answers in the trace that the engine did not give", 0, lambda p: (p.traced - p.sampled - p.aside).total()),
     Must("undelivered answers", 0, lambda p: sum(not call.delivered for call in p.trace.calls)),
+    Must("answers to something else than the harness", 0, lambda p: sum(call.foreign for call in p.trace.calls)),
     Must("trained tokens", _trainable, _trained),
     Must("drift", 0, lambda p: p.counter("drift")),
     Must("failed audits", 0, lambda p: p.counter("audit_failed")),
     Must("processes left alive", 0, lambda p: p.alive),
+    Must("shards of the proxy that died", lambda p: int(p.scene.faulty), lambda p: p.restarts),
     Must(
         "its own log contradicts the trace's tool calls", False, lambda p: bool(p.record.info.get("tool_calls_differ"))
     ),
@@ -121,7 +123,6 @@ OF_SCENE: dict[str, tuple[Must, ...]] = {
         Must("correctness", 1.0, lambda p: p.correctness),
         Must("outcome, since the engine failed", Outcome.INFRASTRUCTURE, lambda p: p.record.outcome),
         Must("failures that the proxy passed on", 2, lambda p: p.counter("engine_failures")),
-        Must("shards that were killed", 1, lambda p: p.restarts),
     ),
     "hang": (
         Must("outcome", Outcome.AGENT_TIMEOUT, lambda p: p.record.outcome),
