@@ -18,7 +18,7 @@ from pipeline.capture.shard_process import CaptureError
 from pipeline.config import Config
 from pipeline.engine.server import EngineError
 from pipeline.engine.transfer import TransferError
-from pipeline.harness.base import HarnessRecipe, get_harness, harness_root
+from pipeline.harness.base import Action, HarnessRecipe, get_harness, harness_root
 from pipeline.harness.install import install
 from pipeline.stages.harness_check_real import REAL, check_real
 from pipeline.stages.harness_check_result import Result, Tell, entry_of, keep, results_place
@@ -27,6 +27,7 @@ from pipeline.stages.harness_check_stage import TOGETHER, Stage
 from pipeline.stages.harness_check_view import View
 
 COLUMNS = (*SCENES, TOGETHER, REAL)
+SPEECHLESS = "its recipe has no `shell`: no scripted model can make it act"
 T = TypeVar("T")
 
 
@@ -34,6 +35,7 @@ def check_harnesses(config: Config, names: Sequence[str]) -> int:
     """Install what is missing, check every harness, keep the results. Returns the exit code: 1 unless all pass."""
     with View(names, COLUMNS) as view:
         absent = install(names, harness_root(config.harness.home), view.say)
+        absent |= {name: SPEECHLESS for name in names if get_harness(name).shell == Action()}
         recipes = [get_harness(name) for name in names if name not in absent]
         results = check_scripted(config, recipes, view.tell)
         for name, result in check_on_vllm(config, recipes, view.tell).items():

@@ -14,7 +14,7 @@ from pipeline.capture import supervisor
 from pipeline.cli import compose_config
 from pipeline.config import UserError
 from pipeline.harness import get_harness, harness_names
-from pipeline.harness.base import HarnessRecipe, harness_root
+from pipeline.harness.base import Action, HarnessRecipe, harness_root
 from pipeline.harness.install import install
 from pipeline.records import Call, Trace
 from pipeline.stages import harness_check, harness_check_stage
@@ -181,6 +181,17 @@ def test_one_that_cannot_be_installed_is_not_checked_and_fails(
     monkeypatch.setattr(harness_check, "install", lambda names, root, tell: {"pi": "no tmux: install it\nmore"})
     assert harness_check.check_harnesses(compose_config([]), ["pi"]) == 1
     assert "pi: not checked: no tmux: install it\n0 of 1 passed" in capsys.readouterr().out
+
+
+def test_one_that_a_script_cannot_move_is_not_checked_and_fails(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("YOKE_HOME", str(tmp_path))
+    monkeypatch.setattr(harness_check, "install", lambda names, root, tell: {})
+    dumb = dataclasses.replace(get_harness("pi"), shell=Action())
+    monkeypatch.setattr(harness_check, "get_harness", lambda name: dumb)
+    assert harness_check.check_harnesses(compose_config([]), ["pi"]) == 1
+    assert "pi: not checked: its recipe has no `shell`" in capsys.readouterr().out
 
 
 def test_results_of_other_harnesses_are_kept(tmp_path: Path) -> None:
