@@ -15,6 +15,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 from pipeline.config import Config, UserError
+from pipeline.harness.base import register
 from pipeline.launch import preflight
 from pipeline.launch.data import load_split, load_splits
 from pipeline.launch.local import RunFailed, claim, follow, living, start_over
@@ -186,7 +187,9 @@ def sft(config: Config) -> int:
 def report(config: Config) -> int:
     """results.json, table and learning curve again, with the settings that the run was made with."""
     run = RunDirectory(Path(config.run_dir).absolute())
-    return _report(run.saved_config(), run)
+    made_with = run.saved_config()
+    register(made_with.harness.recipes)
+    return _report(made_with, run)
 
 
 # --- parts

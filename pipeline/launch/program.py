@@ -15,6 +15,7 @@ import submitit
 from omegaconf import OmegaConf
 
 from pipeline.config import Config
+from pipeline.harness.base import register
 from pipeline.launch.run_directory import Attempt, RunDirectory
 
 
@@ -43,6 +44,7 @@ class YokeProgram(submitit.helpers.Checkpointable):
             raise
 
     def _run(self, rank: str, config: Config, attempt: Attempt, node: int) -> None:
+        register(config.harness.recipes)  # the command line did so in another process
         if rank == "trainer":
             from pipeline.launch.trainer_rank import run_trainer
 
