@@ -83,8 +83,9 @@ def check_solved(name: str, done: Run) -> None:
 
 def plain(entry: Any) -> Any:
     """Without the difference between a text and a list of one text, which means the same."""
-    if isinstance(entry, dict) and isinstance(content := entry.get("content"), list) and len(content) == 1:
-        return {**entry, "content": content[0].get("text", content)}
+    match entry:
+        case {"content": [{"type": _, "text": text, **more}]} if not more:
+            return {**entry, "content": text}
     return entry
 
 
