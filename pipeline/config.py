@@ -126,7 +126,7 @@ class SandboxConfig:
     """Isolation and limits of everything that an agent or a verifier starts."""
 
     kind: str = "auto"  # auto | bubblewrap | process
-    memory_mb: int = 2048
+    memory_mb: int = 4096
     processes: int = 256
     open_files: int = 4096
     file_mb: int = 256
