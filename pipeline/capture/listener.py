@@ -6,15 +6,13 @@ import asyncio
 import logging
 import socket
 from asyncio.events import TimerHandle
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, cast
 
 import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
-from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
 from uvicorn.server import ServerState
-from websockets.frames import CloseCode
 
 from pipeline.capture.origin import Origin
 
@@ -25,7 +23,6 @@ BURST = 200  # connections accepted at once
 REST_S = 0.5  # before accepting goes on when there were no descriptors left
 LOOKUP_S = 5.0  # a call waits so long to learn who makes it
 DRAIN_S = 30.0  # a client that does not take what was written for so long is dropped
-WAITING = 16  # messages of a WebSocket may wait; reading never rests, so that a leave behind them is seen
 TOO_SLOW = b"HTTP/1.1 408 Request Timeout\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
 
 log = logging.getLogger(__name__)
@@ -192,41 +189,6 @@ class Connection(Watched, HttpToolsProtocol):
         """Only a GET becomes a WebSocket, and not before the answers to earlier requests are out."""
         idle = self.cycle is None or (self.cycle.response_complete and not self._unsent)
         return idle and self.scope["method"] == "GET" and super()._should_upgrade()
-
-
-class Socket(Watched, WebSocketsSansIOProtocol):
-    """uvicorn's WebSocket protocol, watched; it takes over from the Connection on which the upgrade was asked for."""
-
-    def __init__(self, config: uvicorn.Config, server_state: ServerState, app_state: dict[str, Any]) -> None:
-        asked: Connection = app_state["connection"]
-        super().__init__(config, server_state, {"connection": self}, asked.loop)
-        self.app = asked.app
-        self._origin = asked._origin
-
-    def data_received(self, data: bytes) -> None:
-        super().data_received(data)
-        if self.conn.handshake_exc is not None and not self.handshake_initiated:  # a head too long for the protocol
-            self.transport.write(b"".join(self.conn.data_to_send()))
-            self.transport.close()
-
-    def send_receive_event_to_app(self) -> None:
-        super().send_receive_event_to_app()
-        if self.read_paused:
-            self.read_paused = False
-            self.transport.resume_reading()
-        if self.queue.qsize() > WAITING and not self.close_sent:
-            self.conn.send_close(CloseCode.POLICY_VIOLATION, f"more than {WAITING} messages wait")
-            self.handle_parser_exception()  # ends the connection with the reason that was just given
-
-    async def write_texts(self, texts: Iterable[bytes]) -> None:
-        """Send messages in one write, once those before are sent; to a client that left, nothing."""
-        await self.writable.wait()  # of a deaf client until it is dropped
-        if self.transport.is_closing():
-            self.lost = True  # a leave behind this is no matter: whoever has the answer may go at once
-            return
-        for text in texts:
-            self.conn.send_text(text)
-        self.transport.write(b"".join(self.conn.data_to_send()))
 
 
 class Listener:

@@ -18,7 +18,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Coroutine
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 import uvicorn
@@ -31,7 +31,7 @@ from pipeline.capture.delivery import PING_EVERY_S
 from pipeline.capture.exchange import BODY_CAP
 from pipeline.capture.heap import Heap
 from pipeline.capture.journal import Closed, Journal, Opened, Policy
-from pipeline.capture.listener import KEEP_ALIVE_S, READ_S, Listener, Socket
+from pipeline.capture.listener import KEEP_ALIVE_S, READ_S, Listener
 from pipeline.capture.origin import Inspector
 from pipeline.capture.session import Session, file_name, restore
 from pipeline.capture.turn import EngineTurns, Turns
@@ -254,9 +254,17 @@ def server_config(ping_s: float = PING_EVERY_S) -> uvicorn.Config:
         _no_app, lifespan="off", log_config=None, access_log=False, server_header=False, date_header=False,
         timeout_keep_alive=KEEP_ALIVE_S,
         log_level="warning",  # below it, uvicorn logs the paths of WebSockets with their keys
-        ws=Socket, ws_max_size=BODY_CAP, ws_per_message_deflate=False, ws_ping_interval=ping_s,
+        ws=cast(type[asyncio.Protocol], _upgraded),
+        ws_max_size=BODY_CAP, ws_per_message_deflate=False, ws_ping_interval=ping_s,
         ws_ping_timeout=None,  # a client may be deaf for as long as its tools run
     )  # fmt: skip
+
+
+def _upgraded(**given: Any) -> asyncio.Protocol:
+    """What takes over from a connection on which an upgrade was asked for."""
+    from pipeline.capture.upgrade import Socket  # slow to import, and few harnesses use it
+
+    return Socket(**given)
 
 
 async def _no_app(scope: Any, receive: Any, send: Any) -> None:

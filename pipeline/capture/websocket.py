@@ -1,7 +1,7 @@
 """The Responses API over WebSocket: a connection's turns one after the other, each like a streamed POST.
 
 A connection remembers the latest response of each of its lanes (``stream_id``), so that a client may send only what is
-new; the lanes share one queue. Upgrade and frames are the listener's.
+new; the lanes share one queue. The frames themselves are left to ``capture.upgrade``.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import asyncio
 import secrets
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -20,9 +20,12 @@ from pipeline.capture.dialects.base import Answer, ApiError, ChatRequest, Dialec
 from pipeline.capture.dialects.fields import Fields, honoured
 from pipeline.capture.dialects.responses import FIELDS, Responses
 from pipeline.capture.exchange import BODY_CAP, EVENTS, Exchange, Header, Message, Receive, Send
-from pipeline.capture.listener import KEEP_ALIVE_S, Socket
+from pipeline.capture.listener import KEEP_ALIVE_S
 from pipeline.capture.session import Session
 from pipeline.capture.turn import Turns
+
+if TYPE_CHECKING:
+    from pipeline.capture.upgrade import Socket
 
 LANES = 16  # that a connection remembers, as far as BODY_CAP bytes in all allow
 DATA = b"data: "

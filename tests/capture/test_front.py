@@ -296,7 +296,7 @@ def test_no_process_of_the_proxy_imports_what_is_slow(proxy: Running) -> None:
     shards = {proxy.shard_pid(0), proxy.shard_pid(1)}
     for pid in (proxy.process.pid, *children):
         maps = Path(f"/proc/{pid}/maps").read_text()
-        for heavy in ("torch", "vllm", "tokenizers", *(["numpy", "pyarrow"] if pid in shards else [])):
+        for heavy in ("torch", "vllm", "tokenizers", *(["numpy", "pyarrow", "websockets"] if pid in shards else [])):
             assert f"site-packages/{heavy}" not in maps, f"{Path(f'/proc/{pid}/cmdline').read_text()} has {heavy}"
 
 

@@ -15,7 +15,7 @@ from websockets.asyncio.client import connect
 
 from pipeline.capture import delivery
 from pipeline.capture.dialects.chat import Chat
-from pipeline.capture.listener import Socket
+from pipeline.capture.upgrade import Socket
 from pipeline.engine.scripted import Scripted
 
 MESSAGES = [{"role": "user", "content": "x"}]

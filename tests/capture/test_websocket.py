@@ -23,9 +23,9 @@ from websockets.exceptions import ConnectionClosed, InvalidStatus
 
 from pipeline.capture import websocket
 from pipeline.capture.exchange import BODY_CAP
-from pipeline.capture.listener import WAITING
 from pipeline.capture.rows import rows
 from pipeline.capture.session import Session
+from pipeline.capture.upgrade import WAITING
 from pipeline.capture.websocket import Frames
 from pipeline.engine.scripted import WINDOW, FakeEngine, Scripted, call_text, render
 
