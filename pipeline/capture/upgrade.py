@@ -43,7 +43,6 @@ class Socket(Watched, WebSocketsSansIOProtocol):
         """Send messages in one write, once those before are sent; to a client that left, nothing."""
         await self.writable.wait()  # of a deaf client until it is dropped
         if self.transport.is_closing():
-            self.lost = True  # a leave behind this is no matter: whoever has the answer may go at once
             return
         for text in texts:
             self.conn.send_text(text)

@@ -123,12 +123,15 @@ def test_an_error_in_a_begun_json_array_is_its_only_item(tmp_path: Path) -> None
     asyncio.run(run())
 
 
-def test_a_websocket_is_pinged_while_the_answer_takes_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_websocket_is_pinged_while_the_answer_takes_long(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     """And hears nothing else before it; what Codex says of a sub-agent in the request is kept."""
 
     async def run() -> None:
         pongs: list[object] = []
         monkeypatch.setattr(Socket, "handle_pong", lambda self, frame: pongs.append(frame))
+        monkeypatch.delattr(delivery.Delivery, "_keep_alive")  # who would begin a stream of events fails
         async with serve_session(tmp_path / "j") as (engine, session, url):
             engine.script.append(Scripted("at last", delay_s=0.5))
             async with connect(url.replace("http", "ws") + "/v1/responses", additional_headers=HEADERS) as client:
@@ -138,5 +141,6 @@ def test_a_websocket_is_pinged_while_the_answer_takes_long(tmp_path: Path, monke
                 assert pongs
                 await eventually(lambda: session.tree.nodes[0].delivered, "the delivery")
             assert session.tree.nodes[0].agent == "review"
+            assert not caplog.records
 
     asyncio.run(run())

@@ -22,7 +22,9 @@ from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import ConnectionClosed, InvalidStatus
 
 from pipeline.capture import websocket
-from pipeline.capture.exchange import BODY_CAP
+from pipeline.capture.app import SessionApp
+from pipeline.capture.dialects.base import ApiError, Fault
+from pipeline.capture.exchange import BODY_CAP, Exchange
 from pipeline.capture.rows import rows
 from pipeline.capture.session import Session
 from pipeline.capture.upgrade import WAITING
@@ -38,6 +40,7 @@ UPGRADE = (
 )
 END = ("response.completed", "response.incomplete", "error")
 KEY = "authorization: Bearer k"
+EMPTY, CLOSE = b"\x81\x80mask", b"\x88\x80mask"  # frames
 
 
 @dataclass
@@ -186,6 +189,21 @@ def test_upgrades_are_refused_with_the_status_of_a_request(tmp_path: Path) -> No
     uvloop.run(run())
 
 
+def test_each_request_has_to_find_its_session(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def gone(self: SessionApp, key: str, exchange: Exchange) -> Session:
+        raise ApiError(Fault.UNAUTHORIZED, f"no {key}")
+
+    async def run() -> None:
+        async with served(tmp_path) as here, here.opened() as socket:
+            await tell(socket, input="x")
+            assert await said(socket) == "ok"
+            monkeypatch.setattr(SessionApp, "find", gone)
+            frame = await turned_down(socket, input="x")
+            assert frame["status"] == 401 and frame["error"]["message"] == "no k"
+
+    uvloop.run(run())
+
+
 ODD_UPGRADES = (((), 405), (UPGRADE[:2], 400), ((*UPGRADE, "x-long: " + "x" * 20_000), 431))
 
 
@@ -203,10 +221,29 @@ def test_odd_upgrades_break_nothing(tmp_path: Path) -> None:
                 replies = [await wire.reply(), await wire.reply()]
                 assert [reply.status for reply in replies] == [200, 405]  # no upgrade while an answer is due
             async with connected(here.port) as wire:
+                await wire.send(head("/", *UPGRADE, method="HEAD"))
+                assert (await wire.reply("HEAD")).status == 200
                 await wire.send(posted)
                 assert (await wire.reply()).status == 200
                 await wire.send(head("/v1/responses", KEY, *UPGRADE, method="GET"))
                 assert (await wire.reply("HEAD")).status == 101
+
+    uvloop.run(run())
+
+
+def test_no_upgrade_cuts_an_answer_that_is_on_its_way(tmp_path: Path) -> None:
+    async def run() -> None:
+        async with served(tmp_path, send_buffer=4096, max_tokens=10**6) as here, connected(here.port) as wire:
+            here.engine.script.append(Scripted("a" * 150_000))
+            wire.writer.transport.pause_reading()  # type: ignore[attr-defined]
+            await wire.send(request("/v1/responses", b'{"model": "m", "input": "x", "stream": true}', key=KEY))
+            await eventually(lambda: here.session.tree.nodes, "the answer")
+            await asyncio.sleep(0.1)
+            await wire.send(head("/v1/responses", KEY, *UPGRADE, method="GET"))
+            await asyncio.sleep(0.1)
+            wire.writer.transport.resume_reading()  # type: ignore[attr-defined]
+            assert [(await wire.reply()).status, (await wire.reply()).status] == [200, 405]
+            await eventually(lambda: here.session.tree.nodes[0].delivered, "the delivery")
 
     uvloop.run(run())
 
@@ -321,7 +358,7 @@ def test_messages_that_arrive_together_let_others_in_between(tmp_path: Path, mon
             await wire.send(head("/v1/responses", KEY, *UPGRADE, method="GET"))
             assert (await wire.reply("HEAD")).status == 101
             busy = asyncio.create_task(other())
-            await wire.send(b"\x81\x80mask" * WAITING)
+            await wire.send(EMPTY * WAITING)
             await eventually(lambda: len(seen) == WAITING, "the answers")
             busy.cancel()
         assert all(later > earlier + 1 for earlier, later in itertools.pairwise(seen))
@@ -423,7 +460,9 @@ def test_an_answer_that_was_not_read_is_given_again(tmp_path: Path) -> None:
     uvloop.run(run())
 
 
-def test_a_leave_at_the_last_moment_is_no_delivery(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_leave_at_the_last_moment_is_no_delivery(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     async def run() -> None:
         async with served(tmp_path) as here:
             async with here.opened() as socket:
@@ -439,11 +478,12 @@ def test_a_leave_at_the_last_moment_is_no_delivery(tmp_path: Path, monkeypatch: 
                 await tell(socket, input="x")
                 assert await said(socket) == "ok" and here.session.counters["redelivered"] == 1
             await eventually(lambda: node.delivered, "the delivery")
+            assert not caplog.records
 
     write = Frames._write
 
     async def leaves_first(self: Frames, texts: list[bytes]) -> None:
-        self._socket.transport.close()
+        self._socket.data_received(CLOSE)
         await write(self, texts)
 
     uvloop.run(run())
