@@ -347,7 +347,7 @@ DOCS = (ROOT / "docs" / "capture.md").read_text()
 def test_the_examples_of_the_docs_work(proxy: Running, tmp_path: Path) -> None:
     harness = proxy.create()
     environment = os.environ | {"BASE_URL": harness.url, "KEY": harness.key}
-    blocks = [block for block in re.findall(r"```\n(.*?)```", DOCS, re.S) if "curl" in block]
+    blocks = [block for block in re.findall(r"^```\w*\n(.*?)^```$", DOCS, re.S | re.M) if "curl" in block]
     assert len(blocks) == 2
     outputs = []
     for command in re.findall(r"curl (?:\\\n|.)*", "".join(blocks)):

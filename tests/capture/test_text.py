@@ -20,7 +20,7 @@ from proxy_helpers import BASH, Proxies, deaf_client, eventually
 from pipeline.capture.dialects.base import Answer
 from pipeline.capture.rows import rows
 from pipeline.capture.transcript import Transcript
-from pipeline.engine.scripted import FakeEngine
+from pipeline.engine.scripted import FakeEngine, Scripted
 
 USER = [{"role": "user", "content": "hello"}]
 
@@ -45,7 +45,7 @@ class FakeUpstream(FakeEngine):
     async def _answer(self, path: str, body: Any, reader: asyncio.StreamReader) -> tuple[int, Any] | None:
         self.asked.append(body)
         said = self.says.popleft() if self.says else {"role": "assistant", "content": "ok"}
-        if self.delay_s and await self._left(reader, self.delay_s):
+        if self.delay_s and await self._left(reader, Scripted(delay_s=self.delay_s)):
             self.aborted += 1
             return None
         if isinstance(said, tuple):

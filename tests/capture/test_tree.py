@@ -105,12 +105,13 @@ def test_a_fork_stores_only_what_is_new() -> None:
 def test_a_retry_finds_the_undelivered_answer_of_its_own_kind() -> None:
     session = Session("s", POLICY)
     waiting = add(session, [1, 2], [3], delivered=False)
-    assert session.undelivered(text_of([1, 2]), "") is waiting
-    assert session.undelivered(text_of([1, 2]), "forced") is None
-    assert session.undelivered(text_of([1]), "") is None
+    assert session.undelivered(text_of([1, 2]), "", foreign=False) is waiting
+    assert session.undelivered(text_of([1, 2]), "", foreign=True) is None
+    assert session.undelivered(text_of([1, 2]), "forced", foreign=False) is None
+    assert session.undelivered(text_of([1]), "", foreign=False) is None
     add(session, [1, 2, 3, 4], [5])  # the harness has seen [3]
     assert waiting.delivered
-    assert session.undelivered(text_of([1, 2]), "") is None
+    assert session.undelivered(text_of([1, 2]), "", foreign=False) is None
 
 
 def test_budget_and_tool_ids_survive_a_replay(tmp_path: Path) -> None:
