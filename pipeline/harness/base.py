@@ -117,7 +117,8 @@ class HarnessRecipe:
     limits: Mapping[str, str] = field(default_factory=dict)  # those that it honours: turns, retries … → how to set them
     # what a scripted model must answer; see Action
     shell: Action = Action()  # run $command
-    finish: tuple[Action, ...] = (Action(text="Done."),)  # end the run
+    write: Action | None = None  # put the line $content into the new file $path, where there is no shell
+    finish: tuple[Action, ...] = (Action(text="Done."),)  # end the run; () when the first answer that acts ends it
     subagent: Action | None = None  # hand $prompt to a sub-agent
     compacts: bool = False  # it compacts its history when the context is nearly full
 
@@ -130,6 +131,22 @@ class HarnessRecipe:
     def installed_as(self) -> str:
         """The name of its installation."""
         return self.installation or self.name
+
+    @property
+    def acts_by(self) -> Action:
+        """What makes it act. Raises UserError when the recipe does not say it."""
+        action = self.write or self.shell
+        if not (action.tool or action.text):
+            raise UserError(
+                f"{self.name}: its recipe says neither `shell` nor `write`: what a model must answer to make it act"
+            )
+        return action
+
+    @property
+    def by_text(self) -> bool:
+        """Whether it takes actions out of an answer's text, and so makes no tool calls."""
+        action = self.write or self.shell
+        return bool(action.text) and not action.tool
 
     def launch(self, endpoint: Endpoint, prompt: str, root: Path) -> HarnessLaunch:
         """The command that gives ``prompt`` to the harness installed below ``root`` and points it at ``endpoint``.

@@ -33,6 +33,8 @@ T = TypeVar("T")
 
 def check_harnesses(config: Config, names: Sequence[str]) -> int:
     """Install what is missing, check every harness, keep the results. Returns the exit code: 1 unless all pass."""
+    for name in names:
+        assert get_harness(name).acts_by  # one without is told before anything is done
     with View(names, COLUMNS) as view:
         absent = install(names, harness_root(config.harness.home), view.say)
         absent |= {name: SPEECHLESS for name in names if get_harness(name).shell == Action()}

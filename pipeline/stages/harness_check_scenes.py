@@ -10,7 +10,7 @@ import asyncio
 import json
 import re
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from pipeline.capture.dialects.responses_items import joined_name
@@ -22,9 +22,11 @@ PRINTED = re.compile(
     r"out_42_([a-z]+-\d+)"
 )  # by a command of the compaction; a request for a summary may hold only that
 ANSWER = {"answer.txt": "42"}
+RECOVERED = {"recovered.txt": "1"}
 SOLVE = "printf 42 > answer.txt && echo started"
 SUB = ".sub"  # after a scene's tag: its sub-agent's
 NEVER_S = 3600.0
+NOTHING: Mapping[str, str] = {}
 TOGETHER_S = 45.0
 COMPACTS_WITHIN = 30  # calls
 Message = tuple[str, str]  # role, text
@@ -32,10 +34,14 @@ Message = tuple[str, str]  # role, text
 
 @dataclass(frozen=True)
 class Step:
-    """One answer of a play. ``kill``: instead of answering, kill the proxy's shard, which drops the connection."""
+    """One answer of a play. ``parts``: the actions in it. ``last``: the run may end with it. ``kill``: instead of
+    answering, kill the proxy's shard, which drops the connection.
+    """
 
     name: str
     answer: Scripted
+    parts: tuple[str, ...] = ()
+    last: bool = False
     kill: bool = False
 
 
@@ -176,20 +182,35 @@ def said(action: Action) -> str:
     return action.text + call_text(name, dict(action.arguments)) if name else action.text
 
 
-def run(name: str, recipe: HarnessRecipe, *commands: str) -> Step:
-    """An answer that makes the harness run commands, all in one answer."""
-    texts = [said(recipe.shell.filled(command=command)) for command in commands]
-    return Step(name, Scripted(texts[0] if len(texts) == 1 else _together(recipe, texts)))
+def run(name: str, recipe: HarnessRecipe, *commands: str, files: Mapping[str, str] = NOTHING) -> Step:
+    """An answer that makes the harness run commands, or write ``files`` where it has no shell, all in one answer."""
+    if recipe.write is None:
+        actions = [recipe.shell.filled(command=command) for command in commands]
+    else:
+        actions = [recipe.write.filled(path=path, content=content) for path, content in files.items()]
+    return _acting(name, recipe, [said(action) for action in actions])
 
 
-def _together(recipe: HarnessRecipe, texts: Sequence[str]) -> str:
-    """Several calls in one answer; where the harness takes commands as JSON text, the lists in it are joined."""
-    if recipe.shell.tool:
-        return "".join(texts)
-    first, *rest = map(json.loads, texts)
+def _acting(name: str, recipe: HarnessRecipe, parts: Sequence[str]) -> Step:
+    """An answer of several actions; where the harness takes commands as JSON text, the lists in it are joined."""
+    if len(parts) == 1 or recipe.acts_by.tool:
+        return Step(name, Scripted("".join(parts)), tuple(parts))
+    if not parts[0].startswith("{"):
+        return Step(name, Scripted("\n".join(parts)), tuple(parts))
+    first, *rest = map(json.loads, parts)
     for other in rest:
         first |= {key: first[key] + value for key, value in other.items() if isinstance(value, list)}
-    return json.dumps(first)
+    return Step(name, Scripted(json.dumps(first)), tuple(parts))
+
+
+def at_once(recipe: HarnessRecipe, steps: Sequence[Step]) -> list[Step]:
+    """The steps for a harness that ends after the first answer that acts: one such answer, after all others."""
+    parts = [part for step in steps for part in step.parts]
+    if not parts:
+        return list(steps)
+    others = [step for step in steps if not step.parts]
+    solve = _acting("solve", recipe, parts)
+    return [*(step for step in others if not step.last), solve, *(step for step in others if step.last)]
 
 
 def ending(recipe: HarnessRecipe) -> list[Step]:
@@ -198,14 +219,18 @@ def ending(recipe: HarnessRecipe) -> list[Step]:
 
 
 def malformed(recipe: HarnessRecipe) -> Step:
-    """A call whose arguments are no JSON, or JSON text that breaks off."""
-    tool = recipe.shell.tool
-    return Step("malformed", Scripted(call_text(tool, '{"command": ') if tool else '{"commands": [{'))
+    """A call whose arguments are no JSON, or text that breaks off."""
+    if tool := recipe.acts_by.tool:
+        return Step("malformed", Scripted(call_text(tool, '{"command": ')))
+    (whole,) = run("", recipe, "echo 1", files={"malformed.txt": "1"}).parts
+    return Step("malformed", Scripted('{"commands": [{' if whole.startswith("{") else whole[: len(whole) * 3 // 4]))
 
 
-def unknown_tool(recipe: HarnessRecipe) -> Step:
-    """A call of a tool that does not exist, or JSON text without what must be in it."""
-    return Step("unknown tool", Scripted(call_text("no_such_tool", {"x": 1}) if recipe.shell.tool else '{"x": 1}'))
+def unknown_tool(recipe: HarnessRecipe) -> list[Step]:
+    """A call of a tool that does not exist, or JSON text without what must be in it. Other text is no mistake."""
+    if not recipe.by_text:
+        return [Step("unknown tool", Scripted(call_text("no_such_tool", {"x": 1})))]
+    return [Step("unknown tool", Scripted('{"x": 1}'))] if recipe.acts_by.text.startswith("{") else []
 
 
 # --- scenes
@@ -214,44 +239,48 @@ def unknown_tool(recipe: HarnessRecipe) -> Step:
 def calls(recipe: HarnessRecipe, tag: str) -> list[Step]:
     """Eight answers that call tools; the second calls two at once."""
     return [
-        run("solve", recipe, SOLVE),
-        run("parallel", recipe, "echo 1 > one.txt", "echo 2 > two.txt"),
-        *(run(f"step {n}", recipe, f"echo step {n} && wc -c answer.txt") for n in range(3, 9)),
+        run("solve", recipe, SOLVE, files=ANSWER),
+        run("parallel", recipe, "echo 1 > one.txt", "echo 2 > two.txt", files={"one.txt": "1", "two.txt": "2"}),
+        *(
+            run(f"step {n}", recipe, f"echo step {n} && wc -c answer.txt", files={f"step-{n}.txt": str(n)})
+            for n in range(3, 9)
+        ),
     ]
 
 
 def mistakes(recipe: HarnessRecipe, tag: str) -> list[Step]:
     """Malformed arguments, an unknown tool, and, when both are got over, an empty answer."""
-    recovered = run("recovered", recipe, "echo 1 > recovered.txt")
+    recovered = run("recovered", recipe, "echo 1 > recovered.txt", files=RECOVERED)
     return [
-        run("solve", recipe, SOLVE),
+        run("solve", recipe, SOLVE, files=ANSWER),
         malformed(recipe),
-        unknown_tool(recipe),
+        *unknown_tool(recipe),
         recovered,
-        Step("empty", Scripted("")),
+        Step("empty", Scripted(""), last=True),
     ]
 
 
 def cut(recipe: HarnessRecipe, tag: str) -> list[Step]:
     """An answer that the limit of tokens cuts."""
-    return [run("solve", recipe, SOLVE), Step("cut", Scripted("Now I shall", finish="length"))]
+    return [run("solve", recipe, SOLVE, files=ANSWER), Step("cut", Scripted("Now I shall", finish="length"))]
 
 
 def faults(recipe: HarnessRecipe, tag: str) -> list[Step]:
     """Errors 429 and 500 and a dropped connection, each before an answer that is needed."""
     return [
         Step("429", Scripted(status=429, retry_after=1)),
-        run("solve", recipe, SOLVE),
+        run("solve", recipe, SOLVE, files=ANSWER),
         Step("500", Scripted(status=500)),
-        run("recovered", recipe, "echo 1 > recovered.txt"),
+        run("recovered", recipe, "echo 1 > recovered.txt", files=RECOVERED),
         Step("drop", Scripted(delay_s=NEVER_S), kill=True),
     ]
 
 
 def hang(recipe: HarnessRecipe, tag: str) -> list[Step]:
-    """A process that outlives its command, and an answer that never comes."""
+    """A process that outlives its command (a mistake, where the run ends after a command), and no second answer."""
     command = f"(setsid sleep 1{digits(tag)} > /dev/null 2>&1 &) ; {SOLVE}"
-    return [run("daemon", recipe, command), Step("hang", Scripted(delay_s=NEVER_S))]
+    first = run("daemon", recipe, command, files=ANSWER) if recipe.finish else malformed(recipe)
+    return [first, Step("hang", Scripted(delay_s=NEVER_S))]
 
 
 def subagent(recipe: HarnessRecipe, tag: str) -> list[Step]:
@@ -262,13 +291,18 @@ def subagent(recipe: HarnessRecipe, tag: str) -> list[Step]:
     return [
         Step("subagent", Scripted(said(recipe.subagent.filled(prompt=prompt)))),
         Step("wait", wait),
-        run("solve", recipe, SOLVE),
+        run("solve", recipe, SOLVE, files=ANSWER),
     ]
 
 
 def digits(tag: str) -> str:
     """The number at the end of a tag."""
     return tag.rpartition("-")[2]
+
+
+def _goes_on(recipe: HarnessRecipe) -> bool:
+    """Whether it has a shell, and asks again after an answer that acts."""
+    return recipe.write is None and bool(recipe.finish)
 
 
 @dataclass(frozen=True)
@@ -290,12 +324,12 @@ SCENES = {
     scene.name: scene
     for scene in (
         Scene("calls", calls, {**ANSWER, "one.txt": "1", "two.txt": "2"}),
-        Scene("mistakes", mistakes, {**ANSWER, "recovered.txt": "1"}, together=True),
+        Scene("mistakes", mistakes, {**ANSWER, **RECOVERED}, together=True),
         Scene("cut", cut, together=True),
-        Scene("faults", faults, {**ANSWER, "recovered.txt": "1"}, faulty=True, together=True),
+        Scene("faults", faults, {**ANSWER, **RECOVERED}, faulty=True, together=True),
         Scene("hang", hang, together=True),
-        Scene("subagent", subagent, needs=lambda recipe: recipe.subagent is not None),
-        Scene("compaction", lambda recipe, tag: [], needs=lambda recipe: recipe.compacts),
+        Scene("subagent", subagent, needs=lambda recipe: recipe.subagent is not None and _goes_on(recipe)),
+        Scene("compaction", lambda recipe, tag: [], needs=lambda recipe: recipe.compacts and _goes_on(recipe)),
     )
 }
 
@@ -305,6 +339,7 @@ def plays(scene: Scene, recipe: HarnessRecipe, tag: str, kill: Callable[[], None
     if scene.name == "compaction":
         yield Compaction(tag, [], ending(recipe), recipe=recipe)
         return
-    yield Play(tag, scene.script(recipe, tag), ending(recipe), kill)
+    steps = scene.script(recipe, tag)
+    yield Play(tag, steps if recipe.finish else at_once(recipe, steps), ending(recipe), kill)
     if scene.name == "subagent":
         yield Play(tag + SUB, [run("sub", recipe, "echo found")], [Step("report", Scripted("It printed found."))])

@@ -115,10 +115,13 @@ OF_SCENE: dict[str, tuple[Must, ...]] = {
     "calls": (
         *SOLVED,
         Must("rows", 1, lambda p: len(p.record.rows)),
-        Must("calls", lambda p: 8 + len(p.recipe.finish), lambda p: p.record.calls),
+        Must("calls", lambda p: len(p.plays[0].steps) + len(p.recipe.finish), lambda p: p.record.calls),
     ),
     "mistakes": SOLVED,
-    "cut": SOLVED,
+    "cut": (  # a harness may end with it
+        Must("outcome", lambda p: Outcome.SOLVED if p.given("solve") else Outcome.UNSOLVED, lambda p: p.record.outcome),
+        Must("correctness", lambda p: float(bool(p.given("solve"))), lambda p: p.correctness),
+    ),
     "faults": (
         Must("correctness", 1.0, lambda p: p.correctness),
         Must("outcome, since the engine failed", Outcome.INFRASTRUCTURE, lambda p: p.record.outcome),

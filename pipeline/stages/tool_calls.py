@@ -47,7 +47,7 @@ def count_tool_calls(trace: Trace, recipe: HarnessRecipe, logged: int | None) ->
     Of a harness that takes commands as text the trace holds no calls, and the log alone counts.
     """
     own = [call for call in trace.calls if not call.foreign]
-    if recipe.shell.text and not recipe.shell.tool:
+    if recipe.by_text:
         return ToolCalls(logged or 0, 0, 0, logged, comparable=False)
     first = _first_conversation(trace)
     followed = {call.parent for call in own}
