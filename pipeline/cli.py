@@ -100,7 +100,8 @@ def _typed(composed: DictConfig) -> Config:
 def _first_lines(error: Exception) -> str:
     if old := next((old for old in MOVED if old in str(error)), None):
         return _moved(old)
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    causes = [error, *([error.__cause__] if str(error).startswith("Error merging override") else [])]
+    lines = [line.strip() for cause in causes for line in str(cause).splitlines() if line.strip()]
     lines = [line for line in lines if not line.startswith(("full_key", "object_type", "reference_type"))]
     return " ".join(lines[:3])
 

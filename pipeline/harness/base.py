@@ -11,8 +11,10 @@ import importlib.metadata
 import importlib.util
 import json
 import os
+import re
 import shutil
 import string
+import traceback
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,6 +26,15 @@ from pipeline.harness.packages import NODE_INSIDE, Mount, Packaging
 
 HOME_VARIABLE = "YOKE_HOME"
 ENTRY_POINTS = "yoke.harnesses"  # other packages' recipes: name = "package.module:RECIPE"
+DIALECTS = ("chat", "responses", "anthropic", "gemini")
+LAUNCH_WORDS = ("base_url", "key", "model", "prompt", "context_tokens", "max_tokens", "prefix", "node", "runners")
+TEMPLATES = {  # of a recipe: by field, the words that it may have
+    **dict.fromkeys(("argv", "env", "home_files", "stdin"), LAUNCH_WORDS),
+    "shell": ("command",),
+    "write": ("path", "content"),
+    "finish": (),
+    "subagent": ("prompt",),
+}
 RUNNERS = Path(__file__).parent / "runners"  # small programs for harnesses that are libraries
 RUNNERS_INSIDE = "/opt/runners"
 BUILT_IN = {
@@ -134,19 +145,13 @@ class HarnessRecipe:
 
     @property
     def acts_by(self) -> Action:
-        """What makes it act. Raises UserError when the recipe does not say it."""
-        action = self.write or self.shell
-        if not (action.tool or action.text):
-            raise UserError(
-                f"{self.name}: its recipe says neither `shell` nor `write`: what a model must answer to make it act"
-            )
-        return action
+        """What makes it act; Action() when the recipe does not say it."""
+        return self.write or self.shell
 
     @property
     def by_text(self) -> bool:
         """Whether it takes actions out of an answer's text, and so makes no tool calls."""
-        action = self.write or self.shell
-        return bool(action.text) and not action.tool
+        return bool(self.acts_by.text) and not self.acts_by.tool
 
     def launch(self, endpoint: Endpoint, prompt: str, root: Path) -> HarnessLaunch:
         """The command that gives ``prompt`` to the harness installed below ``root`` and points it at ``endpoint``.
@@ -253,9 +258,39 @@ def _load(place: str) -> tuple[ModuleType, HarnessRecipe]:
         recipe = getattr(module, attribute or "RECIPE")
     except (ImportError, OSError, AttributeError, SyntaxError) as error:
         raise UserError(f"no harness recipe at {place}: {error}") from None
+    except Exception as error:  # whatever a user's file raises
+        line = traceback.extract_tb(error.__traceback__)[-1].lineno
+        raise UserError(f"no harness recipe at {place}: line {line}: {type(error).__name__}: {error}") from None
     if not isinstance(recipe, HarnessRecipe):
         raise UserError(f"{place} is no HarnessRecipe")
+    _check(recipe, place)
     return module, recipe
+
+
+def _check(recipe: HarnessRecipe, place: str) -> None:
+    """Raises UserError for a dialect that there is not, and for a template or an expression that does not read."""
+    if recipe.dialect not in DIALECTS:
+        raise UserError(f"{place}: dialect {recipe.dialect!r} is none of {', '.join(DIALECTS)}")
+    for name, words in TEMPLATES.items():
+        try:
+            _filled(_plain(getattr(recipe, name)), dict.fromkeys(words, ""))
+        except KeyError as error:
+            known = ", ".join(f"${word}" for word in words) or "none"
+            raise UserError(f"{place}: {name} has ${error.args[0]}; what it may have: {known}") from None
+        except ValueError:
+            raise UserError(f"{place}: {name}: a dollar sign that begins no word is written $$") from None
+    for name in ("loop_guard", "tool_log"):
+        try:
+            re.compile(getattr(recipe, name))
+        except re.error as error:
+            raise UserError(f"{place}: {name} is no regular expression: {error}") from None
+
+
+def _plain(value: Any) -> Any:
+    """A field of a recipe with its actions as what is filled in of them."""
+    if isinstance(value, Action):
+        return [value.text, value.arguments]
+    return [_plain(item) for item in value] if isinstance(value, tuple) else value
 
 
 def _module_of_file(path: Path) -> ModuleType:

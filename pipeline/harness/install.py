@@ -23,6 +23,7 @@ from pipeline.harness.warm import warm_up
 
 MARKER = "installed.json"
 DRAFT_S = 6 * 3600.0
+FULL_BYTES = 16 << 20
 
 logger = logging.getLogger(__name__)
 
@@ -37,7 +38,7 @@ def install(names: Iterable[str], root: Path, tell: Callable[[str], None] = lamb
     for recipe in [get_harness(name) for name in names]:
         try:
             tell(f"{recipe.name} {recipe.version}: {_provide(recipe, root)}")
-        except UserError as error:
+        except (UserError, OSError) as error:
             failures[recipe.name] = str(error)
             tell(f"{recipe.name} {recipe.version}: NOT installed: {error}")
     return failures
@@ -71,14 +72,26 @@ def _install(recipe: HarnessRecipe, root: Path) -> None:
     with tempfile.TemporaryDirectory(dir=root, prefix=f".{recipe.installed_as}-", ignore_cleanup_errors=True) as draft:
         prefix = Path(draft) / recipe.installed_as
         prefix.mkdir()
-        recipe.packaging.install(prefix, recipe.version, lock)
+        try:
+            _fill(recipe, prefix, lock)
+        except (UserError, OSError) as error:
+            if shutil.disk_usage(root).free < FULL_BYTES:  # installers tell it in many ways, or not at all
+                raise UserError(f"no space is left in {root}") from error
+            raise
         if recipe.warm_up:
             warm_up(recipe, Path(draft))
         (prefix / MARKER).write_text(json.dumps({"name": recipe.installed_as, "version": recipe.version}) + "\n")
         _publish(recipe, prefix, root / recipe.installed_as, Path(draft) / "old")
     if not installed(recipe.name, root):
+        raise UserError(f"it was installed, but could not be put into its place {root / recipe.installed_as}")
+
+
+def _fill(recipe: HarnessRecipe, prefix: Path, lock: Path | None) -> None:
+    recipe.packaging.install(prefix, recipe.version, lock)
+    found = recipe.packaging.version(prefix)
+    if found != recipe.version:
         wanted = f"{recipe.packaging.package} {recipe.version}"
-        raise UserError(f"the installer ended well, but {root / recipe.installed_as} holds no {wanted}")
+        raise UserError(f"{lock or 'the installer'} gave {found}, not {wanted}: is its lock an older one's?")
 
 
 def _sweep(root: Path) -> None:

@@ -21,11 +21,11 @@ def run(config: Config, words: Sequence[str]) -> int:
     actions = {"list": _list, "install": _install, "check": _check, "table": _table, "lock": _lock}
     action, *names = words or ["list"]
     if action not in actions:
-        raise UserError(f"yoke harness {action}: one of {', '.join(actions)}")
+        raise UserError(f"harness {action}: it takes one of {', '.join(actions)}")
     if action != "list" and not names:
-        raise UserError(f"yoke harness {action} needs names, or {ALL}; known: {', '.join(harness_names())}")
+        raise UserError(f"harness {action} needs names, or {ALL}; known: {', '.join(harness_names())}")
     if flags := [word for word in names if word.startswith("-") and word != ALL]:
-        raise UserError(f"yoke harness {action} does not know {flags[0]}")
+        raise UserError(f"harness {action} does not know {flags[0]}")
     chosen = harness_names() if ALL in names else names
     for name in chosen:
         get_harness(name)  # an unknown one is told before anything is done
@@ -75,9 +75,11 @@ def _lock(config: Config, names: Sequence[str]) -> int:
         module, recipe = load_with_module(name)
         place = lock_place(module, recipe)
         with tempfile.TemporaryDirectory() as scratch:
-            recipe.packaging.lock(recipe.version, Path(scratch))
+            draft = Path(scratch) / name
+            draft.mkdir()
+            recipe.packaging.lock(recipe.version, draft)
             place.mkdir(parents=True, exist_ok=True)
-            for file in Path(scratch).iterdir():
+            for file in draft.iterdir():
                 if file.is_file():
                     (place / file.name).write_bytes(file.read_bytes())
         print(f"{name} {recipe.version}: {place}", flush=True)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from pipeline.config import UserError
-from pipeline.harness import get_harness, harness_names
+from pipeline.harness import base, get_harness, harness_names
 from pipeline.harness.base import BUILT_IN, Endpoint
 
 ROOT = Path("/somewhere/harnesses")
@@ -39,3 +39,33 @@ def test_words_of_a_launch_arrive_untouched(name):
     place = get_harness(name).installed_as
     assert launch.mounts[0] == (ROOT / place, f"/opt/harness/{place}", False)
     assert not any(str(ROOT) in word for word in (*launch.argv, *launch.env.values()))
+
+
+RECIPE = """from pipeline.harness.base import Action, HarnessRecipe
+from pipeline.harness.packages import Pip
+RECIPE = HarnessRecipe(name="mine", version="1", dialect="chat", packaging=Pip("mine"), argv=(), env={}{more})
+"""
+MISTAKES = {
+    ', loopguard="x"': r"line 3: TypeError: .*'loopguard'",
+    ', tool_log="("': "tool_log is no regular expression",
+    ', stdin="$promt"': r"stdin has \$promt; what it may have: \$base_url, .*\$runners",
+    ', shell=Action("bash", {"command": "$cmd"})': r"shell has \$cmd; what it may have: \$command$",
+    ', stdin="5 $ each"': r"stdin: a dollar sign .* is written \$\$",
+    ", programs=(1 / 0,)": "line 3: ZeroDivisionError",
+}
+
+
+@pytest.mark.parametrize("more", MISTAKES)
+def test_a_mistake_in_a_recipe_is_told_in_one_line(more, tmp_path, monkeypatch):
+    monkeypatch.setattr(base, "_registered", {})
+    place = tmp_path / "mine.py"
+    place.write_text(RECIPE.replace("{more}", more))
+    with pytest.raises(UserError, match=MISTAKES[more]) as told:
+        base.register([str(place)])
+    assert "\n" not in str(told.value)
+    place.write_text(RECIPE.replace("{more}", ""))
+    base.register([str(place)])
+    assert get_harness("mine").version == "1"
+    place.write_text(RECIPE.replace("{more}", "").replace('"chat"', '"telnet"'))
+    with pytest.raises(UserError, match="dialect 'telnet' is none of chat, responses, anthropic, gemini"):
+        get_harness("mine")
