@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import io
+import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -19,10 +20,10 @@ from pipeline.harness.install import install
 from pipeline.records import Call, Trace
 from pipeline.stages import harness_check, harness_check_stage
 from pipeline.stages.harness_check import check_on_vllm, check_scripted
-from pipeline.stages.harness_check_result import Result, entry_of, keep, read
+from pipeline.stages.harness_check_result import FILE, Result, entry_of, keep, read
 from pipeline.stages.harness_check_scenes import SCENES, Director, Play, ending, plays, run, tag_of_prompt
 from pipeline.stages.harness_check_stage import TOGETHER, alive
-from pipeline.stages.harness_check_table import table, write_table
+from pipeline.stages.harness_check_table import DOCS, TABLES, table, write_table
 from pipeline.stages.harness_check_view import View
 
 
@@ -213,3 +214,9 @@ def test_the_table_needs_results_of_the_pinned_versions(tmp_path: Path) -> None:
     assert write_table({"pi": entry}, ["pi"], tmp_path).read_text() == table({"pi": entry})
     with pytest.raises(UserError, match="yoke harness check pi"):
         write_table({"pi": entry | {"version": "0.0.1"}}, ["pi"], tmp_path)
+
+
+def test_the_documented_table_is_made_from_the_results_beside_it() -> None:
+    entries = json.loads((DOCS / FILE).read_text())
+    assert (DOCS / "harness-table.md").read_text() == table(entries)
+    assert len(TABLES) == 5 and all(name in (DOCS / "harness-table.md").read_text() for name in entries)
