@@ -1,7 +1,7 @@
 """Gemini CLI: fifteen tools, the Gemini API."""
 
 from pipeline.harness.base import Action, HarnessRecipe
-from pipeline.harness.packages import Npm
+from pipeline.harness.packages import WASM_QUICKLY, Npm
 
 STATUSES = tuple(status & 255 for status in (401, 403, 404, 429, 500, 502, 503, 504))
 RECIPE = HarnessRecipe(
@@ -10,7 +10,7 @@ RECIPE = HarnessRecipe(
     dialect="gemini",
     packaging=Npm("@google/gemini-cli"),
     argv=(
-        *("$node", "$prefix/node_modules/@google/gemini-cli/bundle/gemini.js"),
+        *("$node", WASM_QUICKLY, "$prefix/node_modules/@google/gemini-cli/bundle/gemini.js"),
         *("-p", "$prompt", "-m", "$model", "--yolo", "--output-format", "stream-json"),
     ),
     env={

@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from pipeline.config import UserError
 from pipeline.harness.base import HarnessRecipe, get_harness, harness_names, harness_root, locks_of
@@ -54,13 +55,21 @@ def _provide(recipe: HarnessRecipe, root: Path) -> str:
 
 
 def installed(name: str, root: Path) -> bool:
-    """Whether the harness lies below ``root``, whole and at the version that its recipe pins."""
+    """Whether the harness lies below ``root``, whole, as its recipe wants it."""
     recipe = get_harness(name)
     prefix = root / recipe.installed_as
     with suppress(OSError, ValueError, KeyError):
         marker = json.loads((prefix / MARKER).read_text())
-        return bool(marker["version"] == recipe.packaging.version(prefix) == recipe.version)
+        return bool(marker == _marker(recipe) and recipe.packaging.version(prefix) == recipe.version)
     return False
+
+
+def _marker(recipe: HarnessRecipe) -> dict[str, Any]:
+    """What a whole installation says of itself. A compile cache serves only the flags of Node that filled it."""
+    marker: dict[str, Any] = {"name": recipe.installed_as, "version": recipe.version}
+    if recipe.warm_up:
+        marker["warmed"] = list(recipe.argv)
+    return marker
 
 
 def _install(recipe: HarnessRecipe, root: Path) -> None:
@@ -80,7 +89,7 @@ def _install(recipe: HarnessRecipe, root: Path) -> None:
             raise
         if recipe.warm_up:
             warm_up(recipe, Path(draft))
-        (prefix / MARKER).write_text(json.dumps({"name": recipe.installed_as, "version": recipe.version}) + "\n")
+        (prefix / MARKER).write_text(json.dumps(_marker(recipe)) + "\n")
         _publish(recipe, prefix, root / recipe.installed_as, Path(draft) / "old")
     if not installed(recipe.name, root):
         raise UserError(f"it was installed, but could not be put into its place {root / recipe.installed_as}")

@@ -20,6 +20,8 @@ from pipeline.harness.node import find_node
 from pipeline.harness.python import NEWEST, base_prefix, find_python
 
 NODE_INSIDE = "/opt/node/bin/node"
+# Node else spends a second and a gigabyte on optimising a parser of shell commands that is used a few times.
+WASM_QUICKLY = "--liftoff-only"
 INSTALL_S = 900.0
 Mount = tuple[Path, str, bool]
 

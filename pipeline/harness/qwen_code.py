@@ -1,7 +1,7 @@
 """Qwen Code: fourteen tools and more on request, Chat Completions."""
 
 from pipeline.harness.base import Action, HarnessRecipe
-from pipeline.harness.packages import Npm
+from pipeline.harness.packages import WASM_QUICKLY, Npm
 
 RECIPE = HarnessRecipe(
     name="qwen-code",
@@ -9,7 +9,8 @@ RECIPE = HarnessRecipe(
     dialect="chat",
     packaging=Npm("@qwen-code/qwen-code"),
     argv=(
-        *("$node", "$prefix/node_modules/@qwen-code/qwen-code/cli-entry.js"),
+        # what its cli-entry.js starts, which passes on no flags of Node
+        *("$node", "--expose-gc", WASM_QUICKLY, "$prefix/node_modules/@qwen-code/qwen-code/cli.js"),
         *("-p", "$prompt", "-m", "$model", "--auth-type", "openai", "--yolo", "--output-format", "stream-json"),
     ),
     env={

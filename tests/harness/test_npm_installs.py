@@ -231,3 +231,17 @@ def test_list_and_install_say_what_is_there(small: Path, tmp_path: Path, capsys:
     assert first == ["small", f"{VERSION}:", "installed", "in", str(tmp_path / "root" / "small")]
     assert second == ["small", f"{VERSION}:", "is", "installed", "in", str(tmp_path / "root" / "small")]
     assert after == ["small", VERSION, "chat", "installed"]
+
+
+@pytest.mark.slow
+def test_an_installation_is_made_anew_when_the_recipe_starts_node_otherwise(
+    small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its compile cache would be refused: it belongs to the flags that filled it."""
+    monkeypatch.setattr("pipeline.harness.install.warm_up", lambda recipe, root: True)
+    for flags in ("", ', "--liftoff-only"'):
+        small.write_text(RECIPE.replace('argv=("$node",)', f'argv=("$node"{flags},), warm_up=True'))
+        register([str(small)])
+        assert not installed("small", tmp_path / "root")
+        assert install_small(small, tmp_path / "root") == {}
+        assert installed("small", tmp_path / "root")
