@@ -27,6 +27,8 @@ RECIPE = HarnessRecipe(
             "privacy": {"usageStatisticsEnabled": False},
             "telemetry": {"enabled": False},
             "general": {"enableAutoUpdate": False, "enableAutoUpdateNotification": False},
+            # one of its two built-in skills: it lists them in the order in which their files happened to be read
+            "skills": {"disabled": ["antigravity-support"]},
         }
     },
     # a failing API ends it with status & 255, a setting that it does not like with a number below 64
