@@ -1,10 +1,21 @@
-"""In which order tests run: whole runs first, since they take longest and the workers share the rest."""
+"""In which order tests run, and that no test leaves its harness recipes to the next one.
+
+Whole runs come first, then checks of harnesses: they take longest, and the workers share the rest.
+"""
 
 from __future__ import annotations
 
 import pytest
 
+from pipeline.harness import base
+
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Tests of one file stay together, on one worker: they share a vLLM or a finished run."""
-    items.sort(key=lambda item: item.path.parent.name != "launch")
+    items.sort(key=lambda item: (item.path.parent.name != "launch", "harness_check" not in item.path.name))
+
+
+@pytest.fixture(autouse=True)
+def _own_recipes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Recipes that a test registers are gone after it."""
+    monkeypatch.setattr(base, "_registered", {})

@@ -15,7 +15,7 @@ class Tree:
 
     def __init__(self) -> None:
         self.nodes: list[Node] = []
-        self._ends: dict[int, int] = {}  # hash of a call's whole sequence -> call
+        self._ends: dict[int, list[int]] = {}  # hash of a whole sequence -> the calls that have it
         self._lengths: list[int] = []  # distinct lengths of those sequences, ascending
         self._hashed = 0  # calls whose sequences are in the two above: only full renders need them
 
@@ -43,9 +43,13 @@ class Tree:
         return data[: max(0, len(data) - len(sampled) - 1)] if sampled else data
 
     def parent(self, prompt: bytes) -> int | None:
-        """The call whose prompt + sampled ids are the longest prefix of this prompt (the latest of equals)."""
+        """The call whose prompt + sampled ids are the longest prefix of this prompt.
+
+        Of equals it is one that the harness got, and the latest.
+        """
         self._hash()
-        found, position, digest = None, 0, xxhash.xxh3_128()
+        found: list[int] = []
+        position, digest = 0, xxhash.xxh3_128()
         for length in self._lengths:
             if length > len(prompt):
                 break
@@ -53,7 +57,7 @@ class Tree:
             position = length
             if ids.starts_with(prompt, length):
                 found = self._ends.get(digest.intdigest(), found)
-        return found
+        return max(found, key=lambda call_id: (self.nodes[call_id].delivered, call_id), default=None)
 
     def _hash(self) -> None:
         for call_id in range(self._hashed, len(self.nodes)):
@@ -61,7 +65,7 @@ class Tree:
             end = xxhash.xxh3_128_intdigest(data)
             if len(data) not in self._lengths:
                 insort(self._lengths, len(data))
-            self._ends[end] = call_id
+            self._ends.setdefault(end, []).append(call_id)
         self._hashed = len(self.nodes)
 
     def base(self, prompt: bytes, parent: int | None) -> tuple[int | None, int]:

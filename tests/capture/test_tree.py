@@ -142,3 +142,13 @@ def test_shared_prefix_ends_between_ids(one: list[int], other: list[int]) -> Non
     count = len(numbers(text_of(one)[:length]))
     assert one[:count] == other[:count]
     assert count == min(len(one), len(other)) or one[count] != other[count]
+
+
+def test_of_equal_sequences_the_one_that_arrived_is_the_parent():
+    """What was lost stays untrained, though the harness goes on from the same words."""
+    session = Session("s", POLICY)
+    add(session, [1, 2], [3])
+    add(session, [1, 2], [3], delivered=False)
+    child = add(session, [1, 2, 3, 4], [5])
+    assert child.parent == 0
+    assert [node.delivered for node in session.tree.nodes] == [True, False, True]

@@ -56,8 +56,7 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize("more", MISTAKES)
-def test_a_mistake_in_a_recipe_is_told_in_one_line(more, tmp_path, monkeypatch):
-    monkeypatch.setattr(base, "_registered", {})
+def test_a_mistake_in_a_recipe_is_told_in_one_line(more, tmp_path):
     place = tmp_path / "mine.py"
     place.write_text(RECIPE.replace("{more}", more))
     with pytest.raises(UserError, match=MISTAKES[more]) as told:

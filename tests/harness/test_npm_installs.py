@@ -21,7 +21,7 @@ from pathlib import Path
 import pytest
 
 from pipeline.config import Config, UserError
-from pipeline.harness import base, get_harness, node
+from pipeline.harness import get_harness, node
 from pipeline.harness.base import BUILT_IN, locks_of, register
 from pipeline.harness.install import install, installed
 from pipeline.harness.packages import Npm
@@ -107,9 +107,8 @@ def registry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Regist
 
 
 @pytest.fixture
-def small(registry: Registry, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def small(registry: Registry, tmp_path: Path) -> Path:
     """The recipe of a harness with a lock."""
-    monkeypatch.setattr(base, "_registered", {})
     recipe = tmp_path / "small.py"
     recipe.write_text(RECIPE)
     register([str(recipe)])

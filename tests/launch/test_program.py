@@ -22,9 +22,8 @@ RECIPE = dataclasses.replace(PI, name="mine", installation="pi")
 
 
 @pytest.fixture
-def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Config:
+def config(tmp_path: Path) -> Config:
     """A run whose harness is a recipe of the user's own, in a process that has not heard of it."""
-    monkeypatch.setattr(base, "_registered", {})
     (tmp_path / "mine.py").write_text(RECIPE)
     return compose_config(
         [f"run_dir={tmp_path / 'run'}", f"harness.recipes=[{tmp_path / 'mine.py'}]", "mix.harnesses=[mine]"]

@@ -382,4 +382,4 @@ def test_cpu_time_of_all_that_ran(kind, script, tmp_path):
             process.kill()
         return await process.wait()
 
-    assert 0.75 < asyncio.run(inner()).cpu_s < 2.0
+    assert 0.6 < asyncio.run(inner()).cpu_s < 2.0  # one of the two burns 0.4

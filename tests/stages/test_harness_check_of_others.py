@@ -22,9 +22,8 @@ DOCS = Path(__file__).parents[2] / "docs" / "harnesses.md"
 
 
 @pytest.fixture
-def aider(monkeypatch: pytest.MonkeyPatch) -> Iterator[HarnessRecipe]:
+def aider() -> Iterator[HarnessRecipe]:
     """Its recipe, registered as `harness.recipes` registers it."""
-    monkeypatch.setattr(base, "_registered", {})
     base.register(compose_config([f"harness.recipes=[{AIDER}]"]).harness.recipes)
     yield get_harness("aider")
 
