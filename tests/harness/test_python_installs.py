@@ -66,6 +66,7 @@ def tiny(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         monkeypatch.delenv(name)
     for name, value in (("FIND_LINKS", wheel.parent), ("NO_INDEX", "1"), ("CACHE_DIR", tmp_path / "cache")):
         monkeypatch.setenv(f"UV_{name}", str(value))
+    register([str(recipe)])
     return recipe
 
 
