@@ -5,9 +5,14 @@ Whole runs come first, then checks of harnesses: they take longest, and the work
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
+
 import pytest
 
 from pipeline.harness import base
+
+sys.path.insert(0, str(Path(__file__).parent))  # for the modules that all folders share
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from harness_installs import provided
 from scripted_model import DIALECTS, ScriptedServer, in_turns
 
 from pipeline.config import SandboxConfig
 from pipeline.harness import get_harness
 from pipeline.harness.base import BUILT_IN, Action, Endpoint, HarnessRecipe, harness_root
-from pipeline.harness.install import install
 from pipeline.harness.packages import Npm
 from pipeline.sandbox import SandboxExit, SandboxSpec, make_sandbox
 
@@ -46,8 +46,7 @@ def solution(recipe: HarnessRecipe) -> list[Action]:
 
 def run(name: str, folder: Path, turns: list[Action] | None = None, kind: str = "bubblewrap", **env: str) -> Run:
     """Run the harness on PROMPT with a model that acts in ``turns``."""
-    recipe = get_harness(name)
-    assert install([name], harness_root()) == {}
+    recipe = provided(name)
     workspace, log = folder / "workspace", folder / "log"
     workspace.mkdir(parents=True)
     server = ScriptedServer(recipe.dialect, in_turns(recipe.dialect, turns or solution(recipe)))

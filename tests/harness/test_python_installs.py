@@ -62,7 +62,7 @@ def tiny(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     lock = tmp_path / "locks" / "tiny" / "requirements.txt"
     lock.parent.mkdir(parents=True)
     lock.write_text(f"tiny-harness=={VERSION} --hash=sha256:{hashlib.sha256(wheel.read_bytes()).hexdigest()}\n")
-    for name in [name for name in os.environ if name.startswith(("UV_", "PIP_"))]:
+    for name in [name for name in os.environ if name.startswith(("UV_", "PIP_", python.VARIABLE))]:
         monkeypatch.delenv(name)
     for name, value in (("FIND_LINKS", wheel.parent), ("NO_INDEX", "1"), ("CACHE_DIR", tmp_path / "cache")):
         monkeypatch.setenv(f"UV_{name}", str(value))

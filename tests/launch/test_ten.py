@@ -7,11 +7,10 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+from harness_installs import provided
 from run_helpers import checkpoint_state, start
 
 from pipeline.cli import compose_config
-from pipeline.harness.base import harness_root
-from pipeline.harness.install import install
 from pipeline.records import TaskRef
 from pipeline.report.store import read_group
 from pipeline.stages.flow import Ending
@@ -35,7 +34,8 @@ def test_the_command_takes_a_group_of_each_and_evaluates_nothing() -> None:
 @pytest.mark.timeout(INSTALL_S + RUN_S)
 def test_one_update_holds_rows_of_each_of_ten_harnesses(tmp_path: Path) -> None:
     config = compose_config(COMMAND)
-    assert install(config.mix.harnesses, harness_root()) == {}
+    for name in config.mix.harnesses:
+        provided(name)
     run_dir = tmp_path / "run"
     launcher = start(run_dir, *COMMAND, *SHORT)
     try:

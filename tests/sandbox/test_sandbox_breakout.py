@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from harness_installs import runnable
 
 from pipeline.capture.supervisor import ShardSupervisor
 from pipeline.config import HarnessConfig, SandboxConfig
@@ -156,10 +157,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Found]:
 
 @pytest.mark.parametrize("name", BUILT_IN)
 def test_no_harness_gets_anything_of_the_host_to_write_to(name: str) -> None:
-    recipe = get_harness(name)
-    if recipe.missing():
-        pytest.skip(f"{name} cannot run here: {recipe.missing()}")
-    launch = recipe.launch(Endpoint("http://127.0.0.1:8000", "key", "model"), "prompt", harness_root())
+    launch = runnable(name).launch(Endpoint("http://127.0.0.1:8000", "key", "model"), "prompt", harness_root())
     assert launch.mounts and not any(writable for _, _, writable in launch.mounts)
     for host in (*launch.read_only, *(host for host, _, _ in launch.mounts)):
         assert not Path.home().is_relative_to(host), f"{name} shows {host}"

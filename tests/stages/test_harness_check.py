@@ -10,12 +10,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from harness_installs import provided
 
 from pipeline.capture import supervisor
 from pipeline.cli import compose_config
 from pipeline.config import UserError
 from pipeline.harness import get_harness, harness_names
-from pipeline.harness.base import Action, HarnessRecipe, harness_root
+from pipeline.harness.base import Action, harness_root
 from pipeline.harness.install import install
 from pipeline.records import Call, Trace
 from pipeline.stages import harness_check, harness_check_stage
@@ -25,15 +26,6 @@ from pipeline.stages.harness_check_scenes import SCENES, Director, Play, ending,
 from pipeline.stages.harness_check_stage import TOGETHER, alive
 from pipeline.stages.harness_check_table import DOCS, TABLES, table, write_table
 from pipeline.stages.harness_check_view import View
-
-
-def installed(name: str) -> HarnessRecipe:
-    """Its recipe; skipped, with the reason in the report, where the machine lacks what no package brings."""
-    recipe = get_harness(name)
-    if missing := recipe.missing():
-        pytest.skip(f"{name} cannot run here: {missing}")
-    assert install([name], harness_root()) == {}
-    return recipe
 
 
 def failures(results: list[Result]) -> list[str]:
@@ -48,7 +40,7 @@ def silent(harness: str, scene: str, result: Result | None) -> None:
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("name", harness_names())
 def test_a_harness_keeps_the_contract(name: str) -> None:
-    recipe = installed(name)
+    recipe = provided(name)
     (results,) = check_scripted(compose_config([]), [recipe], silent).values()
     assert failures(results) == []
     played = {result.scene for result in results}
@@ -113,7 +105,7 @@ def test_a_broken_capture_fails(broken: str, monkeypatch: pytest.MonkeyPatch) ->
     whole = supervisor.read_trace
     monkeypatch.setattr(supervisor, "read_trace", lambda path: breaks(whole(path)))
     monkeypatch.setattr(harness_check_stage, "SCENES", {"calls": SCENES["calls"]})
-    (results,) = check_scripted(compose_config([]), [installed("pi")], silent).values()
+    (results,) = check_scripted(compose_config([]), [provided("pi")], silent).values()
     assert complaint in results[0].failures
 
 
@@ -121,7 +113,7 @@ def test_a_broken_capture_fails(broken: str, monkeypatch: pytest.MonkeyPatch) ->
 def test_an_unsolved_task_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     lazy = dataclasses.replace(SCENES["calls"], script=lambda recipe, tag: [run("step", recipe, "echo no")])
     monkeypatch.setattr(harness_check_stage, "SCENES", {"calls": lazy})
-    (results,) = check_scripted(compose_config([]), [installed("pi")], silent).values()
+    (results,) = check_scripted(compose_config([]), [provided("pi")], silent).values()
     assert "outcome: expected solved, saw unsolved" in results[0].failures
     assert "correctness: expected 1.0, saw 0.0" in results[0].failures
 
