@@ -9,7 +9,7 @@ import json
 import os
 import shutil
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -149,9 +149,9 @@ class Pip:
         return () if base.is_relative_to("/usr") else ((base, str(base), False),)
 
 
-def _complaint(find: object) -> str | None:
+def _complaint(find: Callable[[], object]) -> str | None:
     try:
-        find()  # type: ignore[operator]
+        find()
     except UserError as error:
         return str(error)
     return None
