@@ -51,6 +51,7 @@ def test_a_harness_keeps_the_contract(name: str) -> None:
 @pytest.mark.timeout(900)
 def test_every_harness_on_a_real_vllm() -> None:
     recipes = [recipe for recipe in map(get_harness, harness_names()) if not recipe.missing()]
+    assert recipes
     assert install([recipe.name for recipe in recipes], harness_root()) == {}
     results = check_on_vllm(compose_config([]), recipes, silent)
     assert failures(list(results.values())) == []
