@@ -21,13 +21,24 @@ class UserError(Exception):
 class ClusterConfig:
     """Where the job runs: this machine through submitit's local executor, or Slurm."""
 
-    name: str = "local"
+    name: str = "local"  # local | slurm (submit a job) | allocation (inside an sbatch job of one's own)
     nodes: int = 1
     gpus_per_node: int = 0
+    cpus_per_task: int | None = None  # a node has two tasks: trainer and engine
+    mem_gb: float | None = None  # a node; null = the partition's default
     timeout_min: int = 120
     partition: str | None = None
     account: str | None = None
-    max_attempts: int = 3  # a crashed attempt is started again from the last checkpoint this often
+    qos: str | None = None
+    constraint: str | None = None
+    sbatch: dict[str, Any] = field(default_factory=dict)  # more sbatch options, long names without the dashes
+    srun: list[str] = field(default_factory=list)  # more options of srun
+    setup: list[str] = field(default_factory=list)  # shell lines before srun: module load …
+    signal_s: int = 120  # warning before the time limit or a preemption: long enough for an update and a checkpoint
+    max_attempts: int = 3  # local: a crashed attempt is started again from the last checkpoint this often
+    max_requeues: int = 20  # Slurm: starts of one job beyond the first, whatever ended them
+    host: str | None = None  # name or address under which other nodes reach this one; null = its host name
+    interface: str | None = None  # network interface of the gradients (GLOO_ and NCCL_SOCKET_IFNAME); null = theirs
 
 
 @dataclass
@@ -56,6 +67,7 @@ class EngineConfig:
     extra_args: list[str] = field(default_factory=list)
     shards: int = 2
     max_restarts: int = 5
+    cores: list[int] = field(default_factory=list)  # CPU: node i's vLLM runs on core cores[i % len]; [] = anywhere
 
 
 @dataclass
@@ -269,6 +281,7 @@ class Config:
     seed: int = 0
     concurrency: int = 4  # rollouts at once on a node
     fresh: bool = False
+    dry_run: bool = False  # Slurm: print the plan and the batch script, submit nothing
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
     engine: EngineConfig = field(default_factory=EngineConfig)

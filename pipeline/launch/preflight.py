@@ -64,6 +64,7 @@ def _check_numbers(config: Config) -> None:
         "engine.shards": config.engine.shards,
         "training.checkpoint_every": config.training.checkpoint_every,
         "cluster.max_attempts": config.cluster.max_attempts,
+        "cluster.nodes": config.cluster.nodes,
         "evaluation.rollouts_per_task": config.evaluation.rollouts_per_task,
     }.items():
         if value < 1:
@@ -81,8 +82,7 @@ def _check_numbers(config: Config) -> None:
 def _check_names(config: Config) -> None:
     """Words that only a rank would stumble over, minutes later."""
     known: dict[str, tuple[object, Collection[object]]] = {
-        "cluster.name": (config.cluster.name, ("local",)),
-        "cluster.nodes": (config.cluster.nodes, (1,)),
+        "cluster.name": (config.cluster.name, ("local", "slurm", "allocation")),
         "tasks.kind": (config.tasks.kind, ("generated", "harbor")),
         "algorithm.loss": (config.algorithm.loss, ("ppo_clip",)),
         "algorithm.aggregation": (

@@ -142,7 +142,7 @@ class RunDirectory:
 
 
 # May differ between two commands on one run directory without making it another experiment.
-_FREE = ("fresh", "logging", "concurrency", "cluster", "engine", "run_dir", "stage", "collect", "sft")
+_FREE = ("fresh", "dry_run", "logging", "concurrency", "cluster", "engine", "run_dir", "stage", "collect", "sft")
 _FREE_KEYS = ("mix.readmit", "mix.set_aside_after")
 
 
