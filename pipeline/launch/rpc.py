@@ -24,8 +24,7 @@ class RpcServer:
     """Serves ``methods`` by name; a method takes keyword arguments and returns a JSON-able dict."""
 
     def __init__(self, methods: Mapping[str, Method], token: str, host: str = "127.0.0.1") -> None:
-        self._http = ThreadingHTTPServer((host, 0), _handler(methods, token))
-        self._http.daemon_threads = True
+        self._http = _Server((host, 0), _handler(methods, token))
         self.url = f"http://{host}:{self._http.server_port}"
         threading.Thread(target=self._http.serve_forever, name="rpc", daemon=True).start()
 
@@ -34,9 +33,15 @@ class RpcServer:
         self._http.server_close()
 
 
+class _Server(ThreadingHTTPServer):
+    daemon_threads = True
+    request_queue_size = 1024  # every node of a job connects at the same moment
+
+
 def _handler(methods: Mapping[str, Method], token: str) -> type[BaseHTTPRequestHandler]:
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
+        wbufsize = -1  # head and body leave together: as two packets the second waits 40 ms for the first one's receipt
 
         def do_POST(self) -> None:
             body = self.rfile.read(int(self.headers.get("content-length", 0)))
@@ -68,7 +73,9 @@ class RpcClient:
     """Calls the methods of an `RpcServer`. Thread-safe."""
 
     def __init__(self, url: str, token: str) -> None:
-        self._client = httpx.Client(base_url=url, headers={"authorization": f"Bearer {token}"}, trust_env=False)
+        headers = {"authorization": f"Bearer {token}"}
+        # It is plain HTTP: verify=False saves the 20 ms in which certificates would be loaded.
+        self._client = httpx.Client(base_url=url, headers=headers, trust_env=False, verify=False)
 
     def call(self, method: str, timeout_s: float = 30.0, **arguments: Any) -> dict[str, Any]:
         """Raises RpcError when there is no answer within ``timeout_s`` or the method failed."""
