@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.config import Config
+from pipeline.launch.overview import counts_overview, node_overview, rollouts_overview
 from pipeline.launch.run_directory import Attempt
 from pipeline.records import GroupSpec, Outcome, PolicyVersion, RolloutRecord, TaskRef, TrainGroup
 from pipeline.report.store import append_jsonl, read_group
@@ -22,6 +23,7 @@ from pipeline.stages.flow import GroupFlow, ReadyGroup
 from pipeline.stages.outcome import harness_failed
 
 LONG_POLL_S = 5.0
+ERRORS_KEPT = 5
 
 
 @dataclass
@@ -58,7 +60,9 @@ class Coordinator:
         self.checkpoint_wanted = False  # something happened that a crash must not undo
         self.progress = Progress()
         self.events: deque[dict[str, Any]] = deque(maxlen=500)
+        self.errors: deque[dict[str, Any]] = deque(maxlen=ERRORS_KEPT)
         self.phase = "starting"
+        self.started = time.time()
         self._cells: Cells | None = None
         self._stopping = False
         self._changed = threading.Condition()  # re-entrant
@@ -76,6 +80,7 @@ class Coordinator:
             "fail": self.fail,
             "interrupt": self.interrupt,
             "status": self.status,
+            "overview": self.overview,
         }
 
     # --- RPC, called by engine ranks and by the launcher
@@ -207,6 +212,30 @@ class Coordinator:
             fresh = [event for event in self.events if event["number"] > after]
             return {"events": fresh, "now": [self._phase_now(), self._state_now()]}
 
+    def overview(self) -> dict[str, Any]:
+        """How the run stands, for `yoke status` and status.json."""
+        with self._changed:
+            flow, stats = self.flow, self.stats
+            counted = self._cells.counts() if self._cells else {"done": None, "total": None}
+            return {
+                "time": time.time(),
+                "attempt": self.attempt.number,
+                "started": self.started,
+                "phase": {"name": self.phase, **counted},
+                "updates": {"done": flow.state.update if flow else 0, "planned": flow.updates if flow else 0},
+                "version": str(flow.version) if flow else None,
+                "rollouts": rollouts_overview(flow, self.config.algorithm, stats),
+                "counts": counts_overview(flow, stats),
+                "set_aside": dict(flow.state.set_aside) if flow else {},
+                "nodes": [self._node_now(name) for name in sorted({*self.seen, *stats, *self.engines})],
+                "errors": list(self.errors),
+            }
+
+    def _node_now(self, name: str) -> dict[str, Any]:
+        engine, seen = self.engines.get(name), self.seen.get(name)
+        silent_s = None if seen is None else round(time.monotonic() - seen, 1)
+        return node_overview(name, self.stats.get(name, {}), engine.weights if engine else None, silent_s)
+
     def _phase_now(self) -> dict[str, Any]:
         return {"kind": "phase", "name": self.phase, **(self._cells.counts() if self._cells else {})}
 
@@ -229,6 +258,8 @@ class Coordinator:
         """Tell the live view."""
         with self._changed:
             self._event_count += 1
+            if kind == "error":
+                self.errors.append({"time": time.time(), "text": fields["text"]})
             self.events.append({"kind": kind, "number": self._event_count, **fields})
 
     def set_phase(self, phase: str) -> None:

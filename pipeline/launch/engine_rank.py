@@ -22,6 +22,7 @@ from pipeline.config import Config
 from pipeline.engine.server import SERVED_MODEL_NAME, EngineServer
 from pipeline.harness.base import harness_root
 from pipeline.launch.coordinator import LONG_POLL_S, spec_from_json
+from pipeline.launch.health import HealthProbe
 from pipeline.launch.rpc import RpcClient, RpcError, RpcServer
 from pipeline.launch.run_directory import RENDEZVOUS_S, Attempt
 from pipeline.records import GroupSpec, PolicyVersion, RolloutRecord
@@ -61,6 +62,7 @@ class EngineRank:
         self.in_flight = 0
         self.tokens: list[tuple[float, int]] = []
         self.restarts = 0
+        self.health = HealthProbe()
         self.up = asyncio.Event()
         self.last_down = time.monotonic()
         self.restart_wanted = False
@@ -295,6 +297,7 @@ class EngineRank:
             "engine_restarts": self.restarts,
             "counters": dict(self.workshop.counters),
             "shards": shards,
+            "health": self.health.latest(),
         }
 
     async def _watch_engine(self) -> None:

@@ -68,6 +68,11 @@ class RunDirectory:
         return self.report / "results.json"
 
     @property
+    def status(self) -> Path:
+        """The coordinator's last snapshot, for `yoke status` where the coordinator cannot be asked."""
+        return self.root / "status.json"
+
+    @property
     def done(self) -> dict[str, Any] | None:
         """What the attempt that finished the run left, or None while no attempt has."""
         records = (self.attempt(number).read("done") for number in reversed(self.attempt_numbers()))

@@ -17,6 +17,7 @@ from pipeline.launch.coordinator import Coordinator, Engine, aside_text
 from pipeline.launch.data import load_splits
 from pipeline.launch.rpc import RpcClient, RpcError, RpcServer
 from pipeline.launch.run_directory import RENDEZVOUS_S, Attempt
+from pipeline.launch.snapshotter import Snapshotter
 from pipeline.records import PolicyVersion
 from pipeline.report.metrics import MetricsLog, evaluation_metrics, group_metrics, rollout_metrics
 from pipeline.stages.evaluation import Cells, evaluation_specs
@@ -69,6 +70,7 @@ class TrainerRank:
         token = secrets.token_hex(16)
         server = RpcServer(self.coordinator.methods, token)
         self.attempt.publish("coordinator", {"url": server.url, "token": token})
+        snapshots = Snapshotter(self.run.status, self.coordinator.overview, self.attempt.check_fence)
         try:
             self._recall_alarms()
             with self._phase("start"):
@@ -82,6 +84,7 @@ class TrainerRank:
             self.coordinator.stop()
             time.sleep(ENGINE_STOP_S)  # engine ranks learn of it by their next heartbeat
             server.stop()
+            snapshots.stop()
             self.metrics.close()
             shutil.rmtree(self.scratch, ignore_errors=True)
 
