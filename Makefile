@@ -6,7 +6,7 @@ override FRESH := $(if $(filter 1 true yes,$(FRESH)),fresh=true)
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help quickstart test install harnesses lint format lock soak bench-proxy bench-reference clean
+.PHONY: help quickstart test install harnesses lint format lock soak slurm-test bench-proxy bench-reference clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 17
@@ -37,6 +37,10 @@ lock: install  ## pin everything that setup.cfg asks for, with hashes, in requir
 
 soak: harnesses  ## the long tests
 	$(BIN)/python -m pytest -m soak --timeout 0 $(ARGS)
+
+slurm-test: harnesses  ## the tests that need Slurm, on a private one of four pretend nodes (installs it as root)
+	slurm/testbed/install.sh
+	YOKE_REQUIRE_SLURM=1 $(BIN)/python -m pytest -m "not soak" --durations 15 $(ARGS) tests/slurm
 
 bench-proxy: install  ## compare the capture proxy with the bare engine and the reference (QUICK=1, ALL=1)
 	$(BIN)/python -m bench.run $(if $(QUICK),--quick) $(if $(ALL),--scenario all) $(ARGS)

@@ -3,7 +3,7 @@
 set -uo pipefail
 dir=$(cd "${1:?usage: stop.sh DIR}" && pwd) || exit 1
 export SLURM_CONF=$dir/slurm.conf
-wait_s=15
+wait_s=10
 
 within() { # within SECONDS CONDITION...: poll until it holds
     local end=$((SECONDS + $1))
