@@ -9,23 +9,25 @@ import logging
 import os
 import sys
 import tempfile
-import time
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 
 from pipeline.config import Config, UserError
 from pipeline.harness.base import register
-from pipeline.launch import preflight
+from pipeline.launch import allocation, preflight, slurm
 from pipeline.launch.data import load_split, load_splits
+from pipeline.launch.gates import check_all, ensure_gates
 from pipeline.launch.local import RunFailed, claim, follow, living, start_over
+from pipeline.launch.plan import plan
 from pipeline.launch.run_directory import RunDirectory
+from pipeline.launch.slurm import queued
+from pipeline.launch.snapshot import with_absolute_paths
 from pipeline.records import Outcome, RolloutRecord
 from pipeline.report.store import read_group, write_group, write_json
 from pipeline.sandbox.base import make_sandbox
 from pipeline.stages import advantage as advantage_stage
 from pipeline.stages.evaluation import INCOMPLETE, Cells, evaluation_specs, is_graded
-from pipeline.stages.gates import check_tasks
 from pipeline.stages.rollout import graded_again
 from pipeline.stages.schedule import make_schedule
 from pipeline.stages.verification import verify as verify_workspace
@@ -35,11 +37,29 @@ RESERVED = ("before", "after")  # labels of the evaluations that training makes
 
 
 def train(config: Config) -> int:
-    """The whole loop, from where the run directory says it stands."""
-    run = _open(config, joins=True)
+    """The whole loop, from where the run directory says it stands: here, or in a Slurm job that this submits."""
+    config = with_absolute_paths(config)
+    if config.dry_run:
+        return _dry_run(config)
+    run = RunDirectory(Path(config.run_dir))
+    if job := queued(run):
+        say(f"{run.root} is in job {job[0]} already ({job[1].lower()}): yoke status {run.root} --watch")
+        return 0
+    run = _open(config, joins=config.cluster.name == "local")
     if run.done and _covered(config, run):
         say(f"{run.root} is done; fresh=true starts over")
         return _report(config, run)
+    return LAUNCHERS[config.cluster.name](config, run)
+
+
+def _dry_run(config: Config) -> int:
+    run = RunDirectory(Path(config.run_dir))
+    preflight.check_settings(config, port_is_ours=True)
+    say(slurm.text(config, run) if config.cluster.name == "slurm" else plan(config, run))
+    return 0
+
+
+def _train_here(config: Config, run: RunDirectory) -> int:
     try:
         follow(config, run)
     except RunFailed as error:
@@ -48,12 +68,15 @@ def train(config: Config) -> int:
     return _report(config, run)
 
 
+LAUNCHERS = {"local": _train_here, "slurm": slurm.launch, "allocation": allocation.launch}
+
+
 def check(config: Config) -> int:
     """Every setting and every task, without starting a run."""
     preflight.check_settings(config)
     with tempfile.TemporaryDirectory() as scratch:
         run = RunDirectory(Path(scratch))
-        say(f"settings are fine; {_gate(config, run)} tasks are: the oracle scores 1, doing nothing scores 0")
+        say(f"settings are fine; {check_all(config, run)} tasks are: the oracle scores 1, doing nothing scores 0")
     return 0
 
 
@@ -209,32 +232,24 @@ def _report(config: Config, run: RunDirectory) -> int:
 def _open(config: Config, joins: bool = False) -> RunDirectory:
     """Check every setting and task, then make or reopen the run directory. Only training ``joins`` a living run."""
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(message)s")
-    run = RunDirectory(Path(config.run_dir).absolute())
+    config = with_absolute_paths(config)
+    run = RunDirectory(Path(config.run_dir))
     running = living(run)
     if running and not joins:
         raise UserError(f"{run.root} is in use by a running job (attempt {running[0].number}): wait for it or stop it")
+    if job := queued(run):
+        raise UserError(
+            f"{run.root} is in use by job {job[0]} ({job[1].lower()}): wait for it, or yoke stop {run.root}"
+        )
     preflight.check_settings(config, port_is_ours=bool(running))
     if config.tasks.kind == "harbor":
         preflight.check_tasks_readable(config, run)
-    if config.fresh:
+    if config.fresh and not allocation.restarted():
         start_over(run)
     run.save_config(config)
-    if not running and config.tasks.check and not (run.root / "gates.json").exists():
-        started = time.monotonic()
-        count = _gate(config, run)
-        write_json(run.root / "gates.json", {"tasks": count, "wall_s": time.monotonic() - started})
+    if config.cluster.name == "local" and not running and (count := ensure_gates(config, run)) is not None:
         say(f"{count} tasks checked: the oracle scores 1, doing nothing scores 0")
     return run
-
-
-def _gate(config: Config, run: RunDirectory) -> int:
-    """Oracle → 1 and nop → 0 on every task; returns their number. Raises UserError that names the first that fail."""
-    tasks = [*load_split(config, run, "train"), *load_split(config, run, "test")]
-    failures = asyncio.run(check_tasks(tasks, make_sandbox(config.sandbox), config.concurrency))
-    if failures:
-        shown = "; ".join(str(failure) for failure in failures[:3])
-        raise UserError(f"{len(failures)} of {len(tasks)} tasks fail their own check: {shown}")
-    return len(tasks)
 
 
 def _covered(config: Config, run: RunDirectory) -> bool:

@@ -78,7 +78,7 @@ def living(run: RunDirectory) -> tuple[Attempt, int] | None:
     for number in reversed(run.attempt_numbers()[-1:]):
         attempt = run.attempt(number)
         job = attempt.read("job")
-        if job and job["started"] is not None and _start_time(job["pid"]) == job["started"]:
+        if job and job.get("started") is not None and _start_time(job["pid"]) == job["started"]:
             return attempt, job["pid"]
     return None
 

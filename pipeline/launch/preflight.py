@@ -8,12 +8,13 @@ from collections.abc import Collection
 from dataclasses import asdict
 from pathlib import Path
 
-from pipeline.config import Config, UserError
+from pipeline.config import ClusterConfig, Config, UserError
 from pipeline.engine.device import transfer_kind
 from pipeline.engine.server import reserve_port
 from pipeline.harness.base import HarnessRecipe, get_harness, harness_root
 from pipeline.launch.data import load_split
 from pipeline.launch.run_directory import RunDirectory
+from pipeline.launch.slurm import SET_BY_US
 from pipeline.sandbox.base import make_sandbox
 from pipeline.stages.advantage import load_reward
 from pipeline.stages.schedule import weighted_cycle
@@ -31,11 +32,31 @@ def check_settings(config: Config, port_is_ours: bool = False) -> None:
     _check_model(config)
     _check_harnesses(config)
     _check_place(Path(config.run_dir))
+    _check_cluster(config.cluster)
+    load_reward(**asdict(config.reward))
+    transfer_kind(config.engine.weight_transfer)
+    if config.cluster.name == "slurm":  # ports and sandboxes are those of its nodes
+        return
     if not port_is_ours:
         reserve_port(config.engine.port).close()
-    transfer_kind(config.engine.weight_transfer)
-    load_reward(**asdict(config.reward))
     make_sandbox(config.sandbox)
+
+
+def _check_cluster(cluster: ClusterConfig) -> None:
+    if cluster.name == "local" and cluster.nodes > 1:
+        raise UserError(f"cluster.nodes={cluster.nodes} with cluster=local: more than this machine needs cluster=slurm")
+    if cluster.name == "local":
+        return
+    if not 0 < cluster.signal_s < 60 * cluster.timeout_min:
+        raise UserError(
+            f"cluster.signal_s={cluster.signal_s}: the warning must come within "
+            f"cluster.timeout_min={cluster.timeout_min} minutes"
+        )
+    if cluster.max_requeues < 0:
+        raise UserError(f"cluster.max_requeues={cluster.max_requeues} must not be negative")
+    for option in sorted({name.replace("_", "-") for name in cluster.sbatch} & set(SET_BY_US)):
+        instead = SET_BY_US[option]
+        raise UserError(f"cluster.sbatch.{option}: " + (f"set {instead} instead" if instead else "Yoke sets it"))
 
 
 def _check_numbers(config: Config) -> None:

@@ -1,0 +1,39 @@
+"""Every task checked once a run, before anything is spent on it: its oracle scores 1, doing nothing scores 0."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+from pipeline.config import Config, UserError
+from pipeline.launch.data import load_split
+from pipeline.launch.run_directory import RunDirectory
+from pipeline.report.store import write_json
+from pipeline.sandbox.base import make_sandbox
+from pipeline.stages.gates import check_tasks
+
+
+def ensure_gates(config: Config, run: RunDirectory) -> int | None:
+    """Check the tasks where ``tasks.check`` asks for it and no earlier start of the run did. Returns how many were
+    checked now, None when there was nothing to do.
+
+    Needs a sandbox and CPU time, so a job runs it (rank 0, before the other ranks begin), not the login node.
+    Raises UserError that names the first tasks that fail.
+    """
+    place = run.root / "gates.json"
+    if not config.tasks.check or place.exists():
+        return None
+    started = time.monotonic()
+    count = check_all(config, run)
+    write_json(place, {"tasks": count, "wall_s": time.monotonic() - started})
+    return count
+
+
+def check_all(config: Config, run: RunDirectory) -> int:
+    """Oracle → 1 and nop → 0 on every task; returns their number. Raises UserError that names the first that fail."""
+    tasks = [*load_split(config, run, "train"), *load_split(config, run, "test")]
+    failures = asyncio.run(check_tasks(tasks, make_sandbox(config.sandbox), config.concurrency))
+    if failures:
+        shown = "; ".join(str(failure) for failure in failures[:3])
+        raise UserError(f"{len(failures)} of {len(tasks)} tasks fail their own check: {shown}")
+    return len(tasks)
