@@ -6,6 +6,7 @@ by the batch script's last lines (requeue.py).
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import shlex
@@ -14,7 +15,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stderr
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -167,7 +168,7 @@ def send(executor: submitit.SlurmExecutor, program: Any) -> str:
     if shutil.which("sbatch") is None:
         raise UserError("sbatch is not installed here: run this on a login node of the cluster, or use cluster=local")
     try:
-        with _no_job_around():
+        with _no_job_around(), redirect_stderr(io.StringIO()):  # submitit prints there what the error says too
             job = executor.submit(program)
     except FailedJobError as error:
         raise _refusal(str(error)) from error
