@@ -10,7 +10,7 @@ import os
 import shlex
 import subprocess
 import sys
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 
 from submitit.core.utils import DelayedSubmission, JobPaths
@@ -20,7 +20,14 @@ from pipeline.config import Config, UserError
 from pipeline.launch.program import YokeProgram
 from pipeline.launch.requeue import after_srun
 from pipeline.launch.run_directory import RunDirectory
-from pipeline.launch.slurm import NO_TIMEOUT_BOUND, TASKS_PER_NODE, record_submission, setup_lines, srun_options
+from pipeline.launch.slurm import (
+    NO_TIMEOUT_BOUND,
+    TASKS_PER_NODE,
+    program_words,
+    record_submission,
+    setup_lines,
+    srun_options,
+)
 from pipeline.launch.snapshot import take_snapshot
 
 
@@ -36,7 +43,7 @@ def launch(config: Config, run: RunDirectory) -> int:
     paths = JobPaths(run.root / "jobs", job_id=job_id)
     code = _code(run, paths)
     paths.folder.mkdir(parents=True, exist_ok=True)
-    submission = DelayedSubmission(YokeProgram(asdict(config), str(run.root), None))
+    submission = DelayedSubmission(YokeProgram(**program_words(config, run)))
     submission.set_timeout(config.cluster.timeout_min, NO_TIMEOUT_BOUND)
     submission.dump(paths.submitted_pickle)
     record_submission(run, job_id, code)

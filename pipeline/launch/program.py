@@ -25,7 +25,7 @@ class YokeProgram(submitit.helpers.Checkpointable):
     Holds plain data only; where to go on is read from the run directory at start.
     """
 
-    def __init__(self, config: dict[str, Any], run_dir: str, attempt: int | None) -> None:
+    def __init__(self, config: dict[str, Any], run_dir: str, attempt: int) -> None:
         self.config, self.run_dir, self.attempt = config, run_dir, attempt
 
     def __call__(self) -> None:
