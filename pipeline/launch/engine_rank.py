@@ -47,7 +47,9 @@ class EngineRank:
         self.config, self.attempt, self.name = config, attempt, f"node{node}"
         self.snapshots = snapshots
         self.scratch = attempt.new_scratch(self.name)
-        self.server = EngineServer(config.engine, config.model, attempt.logs / f"vllm-{self.name}.log", self.scratch)
+        self.server = EngineServer(
+            config.engine, config.model, attempt.logs / f"vllm-{self.name}.log", self.scratch, node
+        )
         self.supervisor = ShardSupervisor(
             self.server.url,
             config.engine.shards,

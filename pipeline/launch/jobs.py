@@ -18,7 +18,7 @@ from pipeline.harness.base import register
 from pipeline.launch import allocation, preflight, slurm
 from pipeline.launch.data import load_split, load_splits
 from pipeline.launch.gates import check_all, ensure_gates
-from pipeline.launch.local import RunFailed, claim, follow, living, start_over
+from pipeline.launch.local import RunFailed, RunStopped, claim, follow, living, start_over
 from pipeline.launch.plan import plan
 from pipeline.launch.run_directory import RunDirectory
 from pipeline.launch.slurm import queued
@@ -33,6 +33,7 @@ from pipeline.stages.schedule import make_schedule
 from pipeline.stages.verification import verify as verify_workspace
 from pipeline.tasks.harbor import load_task
 
+STOPPED = 130  # exit code, as after Ctrl-C
 RESERVED = ("before", "after")  # labels of the evaluations that training makes
 
 
@@ -65,6 +66,9 @@ def _train_here(config: Config, run: RunDirectory) -> int:
     except RunFailed as error:
         print(f"yoke: {error}", file=sys.stderr)
         return 1
+    except RunStopped as stopped:
+        say(str(stopped))
+        return STOPPED
     return _report(config, run)
 
 

@@ -28,11 +28,16 @@ class RunFailed(RuntimeError):
     """Every attempt of the run ended before the run was done."""
 
 
+class RunStopped(RuntimeError):
+    """Somebody stopped the run (`yoke stop`); it wrote a checkpoint first."""
+
+
 def follow(config: Config, run: RunDirectory) -> Attempt:
     """Bring the run to its end: join a living attempt, else start one, and start again after a crash.
 
-    Returns the attempt that finished the run. Raises RunFailed after ``cluster.max_attempts`` starts by this command,
-    and UserError as soon as an attempt ended because of a wrong setting.
+    Returns the attempt that finished the run. Raises RunStopped when somebody stopped it, RunFailed after
+    ``cluster.max_attempts`` starts by this command, and UserError as soon as an attempt ended because of a wrong
+    setting.
     """
     with Progress(config.training.updates, config.logging.progress) as progress:
         for _ in range(config.cluster.max_attempts):
@@ -41,6 +46,8 @@ def follow(config: Config, run: RunDirectory) -> Attempt:
             _watch(attempt, pid, progress)
             if attempt.read("done") is not None:
                 return attempt
+            if attempt.read("stopped") is not None:
+                raise RunStopped(f"{run.root} was stopped after a checkpoint; the same command goes on from there")
             failed = attempt.read("failed") or {"text": _last_words(attempt), "user_error": False}
             if failed["user_error"]:
                 raise UserError(failed["text"])
@@ -49,8 +56,8 @@ def follow(config: Config, run: RunDirectory) -> Attempt:
 
 
 def _submit(config: Config, run: RunDirectory) -> tuple[Attempt, int]:
-    run.sweep_scratch()
     attempt = run.new_attempt()
+    run.sweep_scratch(attempt.number)
     executor = submitit.LocalExecutor(folder=attempt.logs)
     executor.update_parameters(
         tasks_per_node=len(RANKS),
@@ -145,7 +152,7 @@ def _relay(client: RpcClient, seen: int, progress: Progress) -> int:
 def _last_words(attempt: Attempt) -> str:
     """The last line of each rank's log, for the message after a crash."""
     words = []
-    for path in sorted(attempt.logs.glob("*_log.out")):
+    for path in sorted(path for kind in ("trainer-*", "engine-*", "*_log.out") for path in attempt.logs.glob(kind)):
         lines = [line for line in path.read_text(errors="replace").splitlines() if line.strip()]
         if lines:
             words.append(f"{path.name}: {lines[-1][:200]}")

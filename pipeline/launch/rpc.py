@@ -21,11 +21,16 @@ class RpcError(RuntimeError):
 
 
 class RpcServer:
-    """Serves ``methods`` by name; a method takes keyword arguments and returns a JSON-able dict."""
+    """Serves ``methods`` by name; a method takes keyword arguments and returns a JSON-able dict.
 
-    def __init__(self, methods: Mapping[str, Method], token: str, host: str = "127.0.0.1") -> None:
+    Listens on ``host``; ``known_as``, where given, is the name under which others reach it.
+    """
+
+    def __init__(
+        self, methods: Mapping[str, Method], token: str, host: str = "127.0.0.1", known_as: str | None = None
+    ) -> None:
         self._http = _Server((host, 0), _handler(methods, token))
-        self.url = f"http://{host}:{self._http.server_port}"
+        self.url = f"http://{known_as or host}:{self._http.server_port}"
         threading.Thread(target=self._http.serve_forever, name="rpc", daemon=True).start()
 
     def stop(self) -> None:

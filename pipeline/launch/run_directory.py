@@ -83,10 +83,12 @@ class RunDirectory:
         """Node-local temporary directories of this run's attempts begin like this."""
         return f"yoke-{hashlib.sha256(str(self.root).encode()).hexdigest()[:12]}-"
 
-    def sweep_scratch(self) -> None:
-        """Remove what killed attempts left on this node. Only for a run none of whose attempts is alive."""
+    def sweep_scratch(self, before: int) -> None:
+        """Remove what attempts before ``before`` left on this node. They must be dead, or fenced off."""
         for path in Path(tempfile.gettempdir()).glob(f"{self.scratch_prefix}*"):
-            shutil.rmtree(path, ignore_errors=True)
+            number = path.name.removeprefix(self.scratch_prefix).partition("-")[0]
+            if number.isdigit() and int(number) < before:
+                shutil.rmtree(path, ignore_errors=True)
 
     def evaluation(self, label: str) -> Path:
         return self.root / "evaluation" / label
@@ -193,6 +195,10 @@ class Attempt:
     @property
     def ledger(self) -> Path:
         return self.root / "ledger.jsonl"
+
+    def log(self, rank: str, node: int) -> Path:
+        """Where the ``trainer`` or ``engine`` rank of a node writes what it has to say."""
+        return self.logs / f"{rank}-node{node}.log"
 
     def new_scratch(self, name: str) -> Path:
         """A fresh node-local directory of this attempt."""

@@ -1,10 +1,12 @@
-"""Local rank 0: the coordinator's home and the trainer. Evaluate, then update after update, then evaluate again."""
+"""Local rank 0: the trainer; on node 0 the coordinator's home too, and the whole run: evaluate, then update after
+update, then evaluate again. The trainers of other nodes follow.
+"""
 
 from __future__ import annotations
 
 import logging
 import secrets
-import shutil
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,13 +14,14 @@ from dataclasses import asdict
 from typing import Any
 
 from pipeline.config import Config, UserError
-from pipeline.engine.transfer import SyncTimings, Transfer, TransferError, make_transfer
+from pipeline.engine.transfer import SyncTimings
 from pipeline.launch.coordinator import Coordinator, Engine, aside_text
 from pipeline.launch.data import load_splits
-from pipeline.launch.rpc import RpcClient, RpcError, RpcServer
+from pipeline.launch.rendezvous import ANYWHERE, join_trainers, own_host
+from pipeline.launch.rpc import RpcServer
 from pipeline.launch.run_directory import RENDEZVOUS_S, Attempt
 from pipeline.launch.snapshotter import Snapshotter
-from pipeline.records import PolicyVersion
+from pipeline.launch.team import Target, TrainerTeam
 from pipeline.report.metrics import MetricsLog, evaluation_metrics, group_metrics, rollout_metrics
 from pipeline.stages.evaluation import Cells, evaluation_specs
 from pipeline.stages.flow import FlowState, GroupFlow, ReadyGroup
@@ -33,16 +36,46 @@ STALL_S = 1800.0
 
 
 class Interrupted(RuntimeError):
-    """The run was asked to stop, and has written a checkpoint."""
+    """The run was asked to end, and has written a checkpoint."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(f"ended after a checkpoint ({reason})")
+        self.reason = reason
+
+
+class EndRequest:
+    """Asked for by a signal while the trainer works in another thread: save at the next safe point, then end.
+
+    Reasons: ``warning`` (of the end of the job's time), ``terminated`` and ``stop``; the first one counts.
+    """
+
+    def __init__(self) -> None:
+        self.reason: str | None = None
+        self.saved = False
+        self._answered = threading.Event()
+
+    def ask(self, reason: str) -> None:
+        self.reason = self.reason or reason
+
+    def wait(self, reason: str, seconds: float) -> bool:
+        """Ask, and wait for the answer: whether a checkpoint was written in time."""
+        self.ask(reason)
+        return self._answered.wait(seconds) and self.saved
+
+    def answer(self, saved: bool) -> None:
+        """The trainer's: nothing more will be saved."""
+        self.saved = self.saved or saved
+        self._answered.set()
 
 
 class TrainerRank:
     """The run, from the newest checkpoint to its last evaluation."""
 
-    def __init__(self, config: Config, attempt: Attempt) -> None:
-        self.config, self.attempt, self.run = config, attempt, attempt.run
+    def __init__(self, config: Config, attempt: Attempt, end: EndRequest) -> None:
+        self.config, self.attempt, self.run, self.end = config, attempt, attempt.run, end
         self.train_tasks, self.test_tasks = load_splits(config, self.run)
         self.trainer = open_trainer(config)
+        self.team = TrainerTeam(config, attempt, 0, self.trainer)
         self.state = self._load_state()
         flow_state = FlowState.from_json(self.state["flow"])
         schedule = make_schedule(self.train_tasks, config)
@@ -55,8 +88,6 @@ class TrainerRank:
             config.mix.set_aside_after,
         )
         self.coordinator = Coordinator(config, attempt, self.flow)
-        self.scratch = attempt.new_scratch("weights")
-        self.transfers: dict[str, Transfer] = {}
         self.metrics = MetricsLog(self.run.root, config.logging, asdict(config))
 
     def _load_state(self) -> dict[str, Any]:
@@ -68,7 +99,8 @@ class TrainerRank:
     def execute(self) -> None:
         """Raises when the run cannot go on; what was checkpointed is kept."""
         token = secrets.token_hex(16)
-        server = RpcServer(self.coordinator.methods, token)
+        host = own_host(self.config.cluster)
+        server = RpcServer(self.coordinator.methods, token, host if self.config.cluster.nodes == 1 else ANYWHERE, host)
         self.attempt.publish("coordinator", {"url": server.url, "token": token})
         snapshots = Snapshotter(self.run.status, self.coordinator.overview, self.attempt.check_fence)
         try:
@@ -80,13 +112,18 @@ class TrainerRank:
                 self._train()
             self._evaluate("after", self.config.evaluation.after)
             self._finish()
+            self.team.end()
+        except Interrupted:
+            self.team.end()
+            raise
         finally:
+            self.end.answer(saved=False)
             self.coordinator.stop()
             time.sleep(ENGINE_STOP_S)  # engine ranks learn of it by their next heartbeat
             server.stop()
             snapshots.stop()
             self.metrics.close()
-            shutil.rmtree(self.scratch, ignore_errors=True)
+            self.team.close()
 
     def _recall_alarms(self) -> None:
         """Which harnesses an earlier attempt set aside. Raises UserError when none is left."""
@@ -130,9 +167,8 @@ class TrainerRank:
     def _check_the_others(self) -> None:
         """Called in every wait; raises when waiting is of no use: failed or silent engines, a ghost, an interrupt."""
         self.attempt.check_fence()
-        if self.coordinator.interrupted:
-            self.save()
-            raise Interrupted("interrupted; a checkpoint was written")
+        self._check_end()
+        self.team.rest()
         if self.coordinator.failure:
             raise RuntimeError(f"engine rank {self.coordinator.failure}")
         if self.coordinator.checkpoint_wanted:
@@ -143,6 +179,13 @@ class TrainerRank:
             if not self.coordinator.seen:
                 raise RuntimeError(f"engine rank {name} was silent for {ENGINE_SILENCE_S:.0f} s, and there is no other")
 
+    def _check_end(self) -> None:
+        reason = self.end.reason or ("stop" if self.coordinator.interrupted else None)
+        if reason is not None:
+            self.save()
+            self.end.answer(saved=True)
+            raise Interrupted(reason)
+
     def _train(self) -> None:
         while self.flow.state.update < self.config.training.updates:
             waited = time.monotonic()
@@ -151,6 +194,7 @@ class TrainerRank:
             self._update(batch, waited)
             if self._checkpoint_due():
                 self.save()
+            self._check_end()
         self.flow.close_books()
         self.save()
 
@@ -174,8 +218,9 @@ class TrainerRank:
     def _update(self, batch: list[ReadyGroup], waited_s: float) -> None:
         started = time.monotonic()
         groups = [ready.group for ready in batch]
-        self.trainer.policy_version = self.flow.version
-        metrics = self.trainer.update(groups) | (group_metrics(groups, self.flow.version) if groups else {})
+        metrics = self.team.update(groups, self.flow.version) | (
+            group_metrics(groups, self.flow.version) if groups else {}
+        )
         self.attempt.check_fence()
         dropped = self.flow.dropped_stale
         progress = self.coordinator.finish_update(batch)
@@ -205,67 +250,21 @@ class TrainerRank:
     # --- engines
 
     def _sync_engines(self) -> SyncTimings | None:
-        """Push the current weights into every engine that lacks them.
+        """Push the current weights into every engine that lacks them, each by its own node's trainer.
 
-        Returns the last push's timings, None when none was made.
+        Returns the slowest push's timings, None when none was made.
         """
-        timings = None
-        for engine in self.coordinator.unsynced(str(self.flow.version)):
-            try:
-                timings = self._push(engine, self.flow.version)
-            except (TransferError, RpcError) as error:
-                log.warning("weights %s did not reach %s: %s", self.flow.version, engine.name, error)
-                self._forget_transfer(engine)
-                self._restart(engine)
-        return timings
-
-    def _push(self, engine: Engine, version: PolicyVersion) -> SyncTimings:
-        control = RpcClient(engine.control_url, self._token())
-        timeout_s = self.config.engine.sync_timeout_s
-        try:
-            transfer = self._transfer(engine)
-            timings = transfer.push(
-                self.trainer.named_weights(),
-                version,
-                before_resume=lambda: _rename(control, version, timeout_s),
-            )
-        finally:
-            control.close()
-        self.coordinator.set_weights(engine, str(version))
-        return timings
-
-    def _transfer(self, engine: Engine) -> Transfer:
-        """Connected once per start of the engine's vLLM: a fresh registration has no weights yet."""
-        if not engine.weights:
-            self._forget_transfer(engine)
-        if engine.name not in self.transfers:
-            transfer = make_transfer(
-                self.config.engine.weight_transfer, engine.url, self.scratch, self.config.engine.sync_timeout_s
-            )
-            transfer.connect()
-            self.transfers[engine.name] = transfer
-        return self.transfers[engine.name]
-
-    def _forget_transfer(self, engine: Engine) -> None:
-        transfer = self.transfers.pop(engine.name, None)
-        if transfer is not None:
-            transfer.close()
-
-    def _restart(self, engine: Engine) -> None:
-        """A failed sync leaves an engine in doubt: its rank restarts vLLM, unless it is at it, and registers anew."""
-        self.coordinator.drop_engine(engine)
-        control = RpcClient(engine.control_url, self._token())
-        try:
-            control.call("restart_engine", 30.0)
-        except RpcError as error:
-            log.warning("%s could not be told to restart its engine: %s", engine.name, error)
-        finally:
-            control.close()
-
-    def _token(self) -> str:
-        record = self.attempt.read("coordinator")
-        assert record is not None
-        return str(record["token"])
+        engines = {engine.name: engine for engine in self.coordinator.unsynced(str(self.flow.version))}
+        if not engines:
+            return None
+        pushed = self.team.push([_target(engine) for engine in engines.values()], self.flow.version)
+        for result in pushed:
+            if result.timings is not None:
+                self.coordinator.set_weights(engines[result.name], str(self.flow.version))
+            else:
+                self.coordinator.drop_engine(engines[result.name])
+        made = [result.timings for result in pushed if result.timings is not None]
+        return max(made, key=lambda timings: timings.total_s, default=None)
 
     # --- evaluation, checkpoints, the end
 
@@ -301,21 +300,29 @@ class TrainerRank:
         self.attempt.check_fence()
         self._account()
         self.state |= {"flow": self.coordinator.flow_state(), "attempt": self.attempt.number}
-        self.trainer.save(self.run.checkpoints, self.state)
+        self.team.save(self.run.checkpoints, self.state)
 
     def _finish(self) -> None:
         self.attempt.check_fence()
         self.save()
-        self.trainer.export(self.run.root / "model")
+        self.team.export(self.run.root / "model")
         kept = {name: self.state[name] for name in ("wall_s", "rollouts")}
         self.attempt.publish("done", kept | {"set_aside": self.flow.state.set_aside})
 
 
-def _rename(control: RpcClient, version: PolicyVersion, timeout_s: float) -> None:
-    """New calls of the engine rank's shards are salted with ``version`` from now on."""
-    control.call("policy_version", timeout_s, version=str(version))
+def _target(engine: Engine) -> Target:
+    return Target(engine.name, engine.url, engine.control_url, fresh=not engine.weights)
 
 
-def run_trainer(config: Config, attempt: Attempt) -> None:
-    """The trainer rank's program."""
-    TrainerRank(config, attempt).execute()
+def run_trainer(config: Config, attempt: Attempt, node: int = 0, end: EndRequest | None = None) -> None:
+    """A trainer rank's program; node 0 leads. Raises Interrupted after a checkpoint that ``end`` asked for."""
+    join_trainers(attempt, config.cluster, node)
+    if node == 0:
+        return TrainerRank(config, attempt, end or EndRequest()).execute()
+    trainer = open_trainer(config)
+    trainer.load(attempt.run.checkpoints)
+    team = TrainerTeam(config, attempt, node, trainer)
+    try:
+        team.follow()
+    finally:
+        team.close()

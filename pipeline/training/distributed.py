@@ -6,7 +6,7 @@ import os
 import random
 from collections.abc import Mapping
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import numpy as np
 import torch
@@ -24,15 +24,20 @@ def initialise() -> torch.device:
     if cuda:
         torch.cuda.set_device(device)
     if not dist.is_initialized():
-        _join("cpu:gloo,cuda:nccl" if cuda else "gloo")
+        if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+            dist.init_process_group(_backend(cuda), timeout=TIMEOUT)
+        else:
+            join_group(cuda, dist.HashStore(), 0, 1)
     return device
 
 
-def _join(backend: str) -> None:
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        dist.init_process_group(backend, timeout=TIMEOUT)
-    else:
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=TIMEOUT)
+def join_group(cuda: bool, store: dist.Store, rank: int, ranks: int) -> None:
+    """Be ``rank`` of the ``ranks`` that meet in ``store``, before `initialise`."""
+    dist.init_process_group(_backend(cuda), store=store, rank=rank, world_size=ranks, timeout=TIMEOUT)
+
+
+def _backend(cuda: bool) -> str:
+    return "cpu:gloo,cuda:nccl" if cuda else "gloo"
 
 
 def from_rank_zero(value: T) -> T:
@@ -44,13 +49,18 @@ def from_rank_zero(value: T) -> T:
     return box[0]
 
 
+def from_all_ranks(value: T) -> list[T]:
+    """Every rank's ``value``, by rank, on every rank; also a barrier."""
+    if dist.get_world_size() == 1:
+        return [value]
+    values: list[T | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return cast("list[T]", values)
+
+
 def first_error(error: str | None) -> str | None:
     """The first rank's error that is not None, on every rank; also a barrier."""
-    if dist.get_world_size() == 1:
-        return error
-    errors: list[str | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(errors, error)
-    return next((found for found in errors if found is not None), None)
+    return next((found for found in from_all_ranks(error) if found is not None), None)
 
 
 def reduce(values: Mapping[str, float], operation: Any) -> dict[str, float]:
