@@ -114,6 +114,7 @@ def _write_to(path: Path) -> None:
         level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s", stream=sys.stderr, force=True
     )
     logging.getLogger("httpx").setLevel(logging.WARNING)
+    logging.getLogger("submitit").propagate = False  # it has a handler of its own
 
 
 def _ask_on_signals(end: EndRequest) -> None:

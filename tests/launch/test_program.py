@@ -34,7 +34,7 @@ def config(tmp_path: Path) -> Config:
 def test_every_rank_knows_the_users_own_harnesses(config: Config, rank: str, monkeypatch: pytest.MonkeyPatch) -> None:
     seen = []
 
-    def note(config: Config, attempt: Attempt, *node: int) -> None:
+    def note(config: Config, attempt: Attempt, *_: object) -> None:
         seen.append(base.get_harness("mine").installed_as)
 
     monkeypatch.setattr(trainer_rank, "run_trainer", note)
