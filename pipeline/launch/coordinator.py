@@ -157,17 +157,17 @@ class Coordinator:
             records = score(records, self._reward)  # the user's function may be slow: not under the lock
         with self._changed:
             if work["kind"] == "train":
-                self._close_train(work, records)
+                self._close_train(engine, work, records)
             elif self._cells is not None:
                 self._cells.close(work, records)
             self._changed.notify_all()
         return {}
 
-    def _close_train(self, work: dict[str, Any], records: tuple[RolloutRecord, ...]) -> None:
+    def _close_train(self, engine: str, work: dict[str, Any], records: tuple[RolloutRecord, ...]) -> None:
         assert self.flow is not None
         group_id = work["group_id"]
         if not self.flow.holds(group_id, work["lease_id"]):
-            return self._note(group_id, "ignored", "its lease had been taken back")
+            return self._note(group_id, "ignored", "its lease had been taken back", engine)
         self._count(records)
         reasons = "; ".join(sorted({r.verdict.reason for r in records if r.verdict.reward is None}))[:300]
         if self.flow.judge_harness(work["harness"], harness_failed(records, work["size"]), reasons):
@@ -175,18 +175,18 @@ class Coordinator:
         if not enough_graded(records, work["size"]):
             again = self.flow.fail(group_id, reasons)
             ending = "rerolled" if again else self.flow.state.ended[group_id][0]
-            return self._note(group_id, ending, reasons if again else self.flow.state.ended[group_id][1])
+            return self._note(group_id, ending, reasons if again else self.flow.state.ended[group_id][1], engine)
         group = to_train_group(records, work["size"], self.config.algorithm.normalize_std)
         if group is None:
             self.flow.skip(group_id, "no contrast")
-            return self._note(group_id, "skipped", "no contrast")
-        self._admit(group)
+            return self._note(group_id, "skipped", "no contrast", engine)
+        self._admit(group, engine)
 
-    def _admit(self, group: TrainGroup) -> None:
+    def _admit(self, group: TrainGroup, engine: str) -> None:
         assert self.flow is not None
         version = min((record.version for record in group.rollouts), key=lambda version: version.n)
         self.flow.admit(group, version)
-        self._note(group.group_id, "admitted", str(version))
+        self._note(group.group_id, "admitted", str(version), engine)
 
     def _count(self, records: tuple[RolloutRecord, ...]) -> None:
         self.progress.records.extend(records)
@@ -203,8 +203,9 @@ class Coordinator:
         append_jsonl(self.attempt.ledger, entry)
         self.emit("error", text=aside_text(harness, reason))
 
-    def _note(self, group_id: str, what: str, reason: str) -> None:
-        append_jsonl(self.attempt.ledger, {"t": time.time(), "group": group_id, "what": what, "reason": reason})
+    def _note(self, group_id: str, what: str, reason: str, engine: str | None = None) -> None:
+        entry = {"t": time.time(), "group": group_id, "what": what, "reason": reason}
+        append_jsonl(self.attempt.ledger, entry | ({"engine": engine} if engine else {}))
 
     def status(self, after: int = 0) -> dict[str, Any]:
         """For the live view: the events since number ``after``, and how things stand now."""

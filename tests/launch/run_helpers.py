@@ -100,3 +100,22 @@ def updates_done(run_dir: Path) -> int:
 def endings(run_dir: Path) -> Counter[str]:
     """How many groups ended which way."""
     return Counter(ending for ending, _ in checkpoint_state(run_dir)["flow"]["ended"].values())
+
+
+def assert_every_group_ended_once(run_dir: Path, updates: int) -> None:
+    """By the last checkpoint and by the ledgers of all attempts."""
+    state = checkpoint_state(run_dir)["flow"]
+    assert state["update"] == updates
+    assert set(state["ended"]) == {f"g{index:06d}" for index in range(state["next_index"])}, "no group is lost"
+    trained = {group for group, (ending, _) in state["ended"].items() if ending == "trained"}
+    claimed: dict[str, tuple[int, str]] = {}
+    for ledger in sorted(run_dir.glob("attempts/*/ledger.jsonl")):
+        attempt = int(ledger.parent.name)
+        for entry in map(json.loads, ledger.read_text().splitlines()):
+            if entry["what"] != "trained":
+                continue
+            before = claimed.get(entry["group"])
+            assert before is None or before[0] < attempt, "within one attempt no group is trained twice"
+            claimed[entry["group"]] = (attempt, entry["reason"])
+    for group in trained:
+        assert state["ended"][group][1] == claimed[group][1], "what counts is the last attempt's training of it"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 import signal
 import subprocess
@@ -10,7 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
-from run_helpers import checkpoint_state, find, kill, processes, start, updates_done
+from run_helpers import assert_every_group_ended_once, find, kill, processes, start, updates_done
 
 SETTINGS = [
     "+experiment=smoke",
@@ -54,22 +53,4 @@ def test_kill_each_part_once(tmp_path: Path) -> None:
             subprocess.run(["kill", "-9", str(pid)], check=False, stderr=subprocess.DEVNULL)
     log = run_dir.with_suffix(".log").read_text()
     assert launcher.returncode == 0, log[-3000:]
-    assert_every_group_ended_once(run_dir)
-
-
-def assert_every_group_ended_once(run_dir: Path) -> None:
-    state = checkpoint_state(run_dir)["flow"]
-    assert state["update"] == 8
-    assert set(state["ended"]) == {f"g{index:06d}" for index in range(state["next_index"])}, "no group is lost"
-    trained = {group for group, (ending, _) in state["ended"].items() if ending == "trained"}
-    claimed: dict[str, tuple[int, str]] = {}
-    for ledger in sorted(run_dir.glob("attempts/*/ledger.jsonl")):
-        attempt = int(ledger.parent.name)
-        for entry in map(json.loads, ledger.read_text().splitlines()):
-            if entry["what"] != "trained":
-                continue
-            before = claimed.get(entry["group"])
-            assert before is None or before[0] < attempt, "within one attempt no group is trained twice"
-            claimed[entry["group"]] = (attempt, entry["reason"])
-    for group in trained:
-        assert state["ended"][group][1] == claimed[group][1], "what counts is the last attempt's training of it"
+    assert_every_group_ended_once(run_dir, updates=8)
