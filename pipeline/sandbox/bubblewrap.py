@@ -46,7 +46,8 @@ SCRATCH = ("tmp", HOME[1:], "dev/shm", "run")  # memory file systems
 # Runs inside, on the project's own interpreter: opens the socket, hands it out, waits, becomes the command.
 # Only built-in modules, because it must start in milliseconds.
 INNER = """
-import sys, os, _socket, resource
+import sys, os, _socket, _signal, resource
+_signal.signal(_signal.SIGPIPE, _signal.SIG_DFL)  # Python ignores it, and what it becomes would too
 fd, port, limits, argv = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4:]
 control = _socket.socket(-1, -1, -1, fd)
 listener = _socket.socket(_socket.AF_INET, _socket.SOCK_STREAM)
@@ -186,7 +187,7 @@ class BubblewrapSandbox:
         config = self._config
         # Never AS: Node reserves far more than it uses.
         limits = {"NOFILE": config.open_files, "FSIZE": config.file_mb << 20, "CORE": 0}
-        if _counts_by_namespace():
+        if counts_by_namespace():
             limits["NPROC"] = config.processes
         if spec.listen_port is None:
             return ["prlimit", *(f"--{name.lower()}={value}" for name, value in limits.items()), "--", *spec.argv]
@@ -234,7 +235,7 @@ def _namespaces() -> list[str]:
     ]
 
 
-def _counts_by_namespace() -> bool:
+def counts_by_namespace() -> bool:
     """Whether RLIMIT_NPROC set inside counts the sandbox's processes only, not all of the host's user (Linux 5.14)."""
     return tuple(int(number) for number in re.findall(r"\d+", os.uname().release)[:2]) >= (5, 14)
 

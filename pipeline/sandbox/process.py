@@ -14,6 +14,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -37,7 +38,8 @@ def stop(*_):
     raise Stop
 
 def command():
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    for number in (signal.SIGTERM, signal.SIGPIPE):  # Python ignores the latter, and what it starts would too
+        signal.signal(number, signal.SIG_DFL)
     for limit in limits.split(","):
         name, value = limit.split("=")
         resource.setrlimit(getattr(resource, "RLIMIT_" + name), (int(value), int(value)))
@@ -150,18 +152,7 @@ class ProcessSandbox:
         environment = {"PATH": PATH, "HOME": str(home), "LANG": "C.UTF-8", "TMPDIR": str(home.parent / "tmp")}
         argv = [_translated(word, places) for word in spec.argv]
         return subprocess.Popen(
-            [
-                sys.executable,
-                "-I",
-                "-S",
-                "-c",
-                SUPERVISOR,
-                str(control),
-                str(os.getpid()),
-                limits,
-                str(home.parent),
-                *argv,
-            ],
+            supervised(control, limits, home.parent, argv),
             env={**environment, **{key: _translated(value, places) for key, value in spec.env.items()}},
             cwd=places[WORKSPACE],
             pass_fds=[control],
@@ -170,6 +161,11 @@ class ProcessSandbox:
             stderr=log.stderr,
             start_new_session=True,
         )
+
+
+def supervised(control: int, limits: str, scratch: Path, argv: Sequence[str]) -> list[str]:
+    """``argv`` under the supervisor, which waits for a "g" on ``control``."""
+    return [sys.executable, "-I", "-S", "-c", SUPERVISOR, str(control), str(os.getpid()), limits, str(scratch), *argv]
 
 
 def _places(spec: SandboxSpec, scratch: Path) -> dict[str, str]:
