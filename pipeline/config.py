@@ -5,16 +5,24 @@ Defaults live in conf/; these types reject unknown keys and wrong types.
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from omegaconf import MISSING
 
 THOUGHTS = ("fork", "keep")
+HOME_VARIABLE = "YOKE_HOME"
 
 
 class UserError(Exception):
     """A mistake that the person at the terminal can mend: shown as one line, exit code 2, no traceback."""
+
+
+def yoke_home() -> Path:
+    """Where what is installed once lies, for all runs of a user: $YOKE_HOME, else ~/.cache/yoke."""
+    return Path(os.environ.get(HOME_VARIABLE) or "~/.cache/yoke").expanduser().absolute()
 
 
 @dataclass
@@ -137,7 +145,9 @@ class TasksConfig:
 class SandboxConfig:
     """Isolation and limits of everything that an agent or a verifier starts."""
 
-    kind: str = "auto"  # auto | bubblewrap | process
+    kind: str = "auto"  # auto | bubblewrap | apptainer | process
+    image: str = ""  # of apptainer: a .sif file, an address (docker://…); "" = this machine's /usr
+    pull_timeout_s: float = 1800.0  # for fetching the image, once
     memory_mb: int = 4096
     processes: int = 256
     open_files: int = 4096

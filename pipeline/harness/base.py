@@ -10,7 +10,6 @@ import importlib
 import importlib.metadata
 import importlib.util
 import json
-import os
 import re
 import shutil
 import string
@@ -21,10 +20,9 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from pipeline.config import UserError
+from pipeline.config import UserError, yoke_home
 from pipeline.harness.packages import NODE_INSIDE, Mount, Packaging
 
-HOME_VARIABLE = "YOKE_HOME"
 ENTRY_POINTS = "yoke.harnesses"  # other packages' recipes: name = "package.module:RECIPE"
 DIALECTS = ("chat", "responses", "anthropic", "gemini")
 LAUNCH_WORDS = ("base_url", "key", "model", "prompt", "context_tokens", "max_tokens", "prefix", "node", "runners")
@@ -55,8 +53,7 @@ _registered: dict[str, str] = {}  # by `register`
 
 def harness_root(configured: str | None = None) -> Path:
     """Where harnesses are installed: as configured, else $YOKE_HOME/harnesses, else ~/.cache/yoke/harnesses."""
-    home = Path(os.environ.get(HOME_VARIABLE) or "~/.cache/yoke")
-    return (Path(configured) if configured else home / "harnesses").expanduser().absolute()
+    return Path(configured).expanduser().absolute() if configured else yoke_home() / "harnesses"
 
 
 @dataclass(frozen=True)
