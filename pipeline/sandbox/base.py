@@ -105,22 +105,57 @@ class Sandbox(Protocol):
         ...
 
 
-def make_sandbox(config: SandboxConfig) -> Sandbox:
-    """The sandbox that ``config.kind`` names; ``auto`` is bubblewrap, tried once. Raises UserError with what to do."""
-    from pipeline.sandbox.bubblewrap import BubblewrapSandbox
-    from pipeline.sandbox.process import ProcessSandbox
+KINDS = ("bubblewrap", "apptainer", "process")  # auto: the first of the first two that works
+NAMESPACES = (
+    "Bubblewrap needs unprivileged user namespaces (sysctl kernel.unprivileged_userns_clone, user.max_user_namespaces, "
+    "kernel.apparmor_restrict_unprivileged_userns)"
+)
+UNSAFE = "To run agents WITHOUT isolation, with your rights and your network, ask for it by name: sandbox=process"
 
-    if config.kind in ("auto", "bubblewrap"):
-        sandbox = BubblewrapSandbox(config)
-        if complaint := sandbox.probe():
-            raise UserError(
-                f"bubblewrap cannot build a sandbox here: {complaint}. It needs unprivileged user namespaces "
-                "(sysctl kernel.unprivileged_userns_clone, user.max_user_namespaces, "
-                "kernel.apparmor_restrict_unprivileged_userns). To run agents WITHOUT isolation, with your rights and "
-                "your network, ask for it by name: sandbox.kind=process"
-            )
-        return sandbox
+
+def make_sandbox(config: SandboxConfig) -> Sandbox:
+    """The sandbox that ``config`` asks for. Raises UserError with what to do."""
+    sandbox, why = choose_sandbox(config)
+    logger.log(logging.WARNING if config.kind == "process" else logging.INFO, "sandbox: %s", why)
+    return sandbox
+
+
+def choose_sandbox(config: SandboxConfig) -> tuple[Sandbox, str]:
+    """The sandbox that ``config`` asks for, tried once, and in one line which it is and why. Raises UserError."""
     if config.kind == "process":
-        logger.warning("sandbox.kind=process: agents run WITHOUT isolation, with your rights, files and network")
-        return ProcessSandbox(config)
-    raise UserError(f"sandbox.kind={config.kind} is unknown; choose one of: auto, bubblewrap, process")
+        from pipeline.sandbox.process import ProcessSandbox
+
+        return ProcessSandbox(config), "process: agents run WITHOUT isolation, with your rights, files and network"
+    if config.kind not in ("auto", *KINDS):
+        raise UserError(f"sandbox.kind={config.kind} is unknown; choose one of: auto, {', '.join(KINDS)}")
+    wanted = KINDS[:2] if config.kind == "auto" else (config.kind,)
+    complaints = []
+    for kind in wanted:
+        try:
+            sandbox, what = _try(kind, config)
+        except UserError as error:
+            complaints.append(f"{kind}: {error}")
+        else:
+            why = "; ".join(complaints) or ("it works here" if config.kind == "auto" else "as set")
+            return sandbox, f"{what} ({why})"
+    if wanted == ("apptainer",):
+        raise UserError(complaints[0])
+    raise UserError(f"no sandbox can be built here. {'; '.join(complaints)}. {NAMESPACES}. {UNSAFE}")
+
+
+def _try(kind: str, config: SandboxConfig) -> tuple[Sandbox, str]:
+    """A sandbox of this kind that has been tried, and its name. Raises UserError with what is missing."""
+    from pipeline.sandbox.apptainer import ApptainerSandbox
+    from pipeline.sandbox.bubblewrap import BubblewrapSandbox
+
+    if kind == "bubblewrap":
+        if config.image:
+            raise UserError(f"it has no images, and sandbox.image={config.image}")
+        bubblewrap = BubblewrapSandbox(config)
+        if complaint := bubblewrap.probe():
+            raise UserError(f"it cannot build a sandbox here: {complaint}")
+        return bubblewrap, kind
+    apptainer = ApptainerSandbox(config)
+    if complaint := apptainer.probe():
+        raise UserError(f"it cannot build a sandbox here: {complaint}")
+    return apptainer, f"{kind} {apptainer.version}, {config.image or 'on the system of this machine'}"

@@ -39,8 +39,8 @@ class TreeWatch:
     """``open_proc`` gives a descriptor of a /proc directory (None: not yet), ``pids`` the processes to count in it.
     ``root`` is an open /proc/PID/stat of the process that inherits orphans of theirs; it is closed with the watch.
 
-    ``scratch`` names the memory file systems inside, as paths without the first slash: their sizes have limits, but
-    each file in them takes memory of the kernel's.
+    ``scratch`` names the memory file systems inside, as paths without the first slash: their sizes have limits (else
+    ``scratch_bytes`` is the limit of each), but each file in them takes memory of the kernel's.
 
     The sum of resident set sizes counts shared pages more than once, so it bounds the true use (the sum of proportional
     set sizes) from above: the dear figure is read when the cheap one is over the limit or has grown.
@@ -53,6 +53,7 @@ class TreeWatch:
         root: int,
         config: SandboxConfig,
         scratch: tuple[str, ...] = (),
+        scratch_bytes: int | None = None,
     ) -> None:
         self.peak_memory_mb = 0.0
         self.peak_processes = 0
@@ -64,6 +65,7 @@ class TreeWatch:
         self._tasks = config.processes
         self._files = config.workspace_files
         self._scratch = scratch
+        self._scratch_bytes = scratch_bytes
         self._proc: int | None = None
         self._highest_rss = 0
         self._last_pss = 0.0
@@ -83,9 +85,12 @@ class TreeWatch:
         self.count_cpu(sum(stat.cpu_s for stat in stats.values()))
         if sum(stat.threads for stat in stats.values()) > self._tasks:
             return "processes"
-        if any(_inodes(self._proc, name) > self._files for name in self._scratch):
+        if any(self._full(*_used(self._proc, name)) for name in self._scratch):
             return "disk"
         return "memory" if self._memory_broken(stats) else None
+
+    def _full(self, files: int, size: int) -> bool:
+        return files > self._files or (self._scratch_bytes is not None and size > self._scratch_bytes)
 
     def count_cpu(self, running_s: float = 0.0) -> None:
         """Add up the time of the ended processes, which the root has inherited, and of the running ones."""
@@ -136,15 +141,15 @@ class TreeWatch:
             return 0
 
 
-def _inodes(proc: int, name: str) -> int:
-    """How many files a memory file system inside holds."""
+def _used(proc: int, name: str) -> tuple[int, int]:
+    """How many files a memory file system inside holds, and bytes."""
     try:
         fd = os.open(f"1/root/{name}", os.O_PATH, dir_fd=proc)
     except OSError:  # already ended
-        return 0
+        return 0, 0
     try:
         status = os.statvfs(fd)
-        return status.f_files - status.f_ffree
+        return status.f_files - status.f_ffree, (status.f_blocks - status.f_bfree) * status.f_frsize
     finally:
         os.close(fd)
 

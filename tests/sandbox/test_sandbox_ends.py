@@ -13,12 +13,12 @@ import uuid
 from pathlib import Path
 
 import pytest
+from real_apptainer import ISOLATED, KINDS, needs_apptainer
 
 from pipeline.config import SandboxConfig
 from pipeline.sandbox import SandboxError, SandboxExit, SandboxProcess, SandboxSpec, make_sandbox
 from pipeline.sandbox.disk import fits
 
-KINDS = ["bubblewrap", "process"]
 ROOT = Path(__file__).parents[2]
 
 
@@ -221,6 +221,9 @@ for i in range(step):
 """
 
 
+PIPE = "yes | head -n 1; echo ${PIPESTATUS[0]}"
+
+
 def written(kind: str, workspace: Path, count: int, size_mb: int, pause_s: float, **limits) -> SandboxExit:
     """How a command that writes so many files of that size ends."""
 
@@ -232,8 +235,9 @@ def written(kind: str, workspace: Path, count: int, size_mb: int, pause_s: float
     return asyncio.run(inner())
 
 
-def test_ten_thousand_small_files_are_fine(tmp_path):
-    exit = written("bubblewrap", tmp_path, 10_000, 0, 0)
+@pytest.mark.parametrize("kind", ISOLATED)
+def test_ten_thousand_small_files_are_fine(kind, tmp_path):
+    exit = written(kind, tmp_path, 10_000, 0, 0)
     assert (exit.returncode, exit.killed) == (0, None)
     assert len(os.listdir(tmp_path)) == 10_000
 
@@ -246,8 +250,9 @@ def test_a_workspace_has_a_size_limit(kind, tmp_path):
     assert len(os.listdir(tmp_path)) < 60
 
 
-def test_a_workspace_has_a_limit_of_files(tmp_path):
-    exit = written("bubblewrap", tmp_path, 1_000_000, 0, 0.0001, workspace_files=5000)
+@pytest.mark.parametrize("kind", ISOLATED)
+def test_a_workspace_has_a_limit_of_files(kind, tmp_path):
+    exit = written(kind, tmp_path, 1_000_000, 0, 0.0001, workspace_files=5000)
     assert exit.killed == "disk"
     assert 5000 < len(os.listdir(tmp_path)) < 200_000
 
@@ -266,6 +271,37 @@ def test_memory_file_systems_have_limits_too(place, tmp_path):
     assert asyncio.run(inner(fill)).returncode == 0
     assert int((tmp_path / "log").read_text()) <= 150
     assert asyncio.run(inner(many)).killed == "disk"
+
+
+@needs_apptainer
+@pytest.mark.parametrize("place", ["/dev", "/dev/shm"])
+def test_apptainers_own_memory_has_a_limit(place):
+    """Its size is the site's choice, so it is watched."""
+    few = f"head -c 5M /dev/zero > {place}/x; sleep 0.5"
+    many = f"for i in 1 2 3 4 5; do head -c 20M /dev/zero > {place}/$i; done; sleep 60"
+    assert asyncio.run(launched("apptainer", few, tmp_mb=30)).returncode == 0
+    assert asyncio.run(launched("apptainer", many, tmp_mb=30)).killed == "disk"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("port", [None, 8000])
+def test_a_broken_pipe_ends_a_program(kind, port, tmp_path):
+    """Python ignores that signal, and what it starts would too."""
+
+    async def inner() -> None:
+        spec = SandboxSpec(("bash", "-c", PIPE), listen_port=port, stdout=tmp_path / "log")
+        process = await make_sandbox(SandboxConfig(kind=kind)).launch(spec)
+        process.go()
+        assert (await process.wait()).returncode == 0
+
+    asyncio.run(inner())
+    assert (tmp_path / "log").read_text().splitlines() == ["y", "141"]
+
+
+@needs_apptainer
+def test_nothing_inside_ends_process_1():
+    script = "for signal in INT TERM USR1 USR2 KILL; do kill -$signal 1; done; sleep 0.3; exit 4"
+    assert asyncio.run(launched("apptainer", script)).returncode == 4
 
 
 def test_a_full_host_is_an_infrastructure_failure(tmp_path):
@@ -293,7 +329,8 @@ def test_links_count_once_and_lead_nowhere(tmp_path):
     assert not fits([tmp_path / "in"], 2 << 20, 6)
 
 
-def test_a_killed_sandbox_is_an_infrastructure_failure(mark):
+@pytest.mark.parametrize("kind", ISOLATED)
+def test_a_killed_sandbox_is_an_infrastructure_failure(kind, mark):
     """kill -9 of the sandbox program from outside: not an exit code of the command, and nothing lives on."""
 
     async def during(process: SandboxProcess) -> None:
@@ -301,13 +338,16 @@ def test_a_killed_sandbox_is_an_infrastructure_failure(mark):
         os.kill(process.pid, signal.SIGKILL)
 
     with pytest.raises(SandboxError, match="killed"):
-        asyncio.run(launched("bubblewrap", daemon(mark) + "sleep 100", during))
+        asyncio.run(launched(kind, daemon(mark) + "sleep 100", during))
     assert alive(mark) == []
 
 
-def test_a_cancelled_wait_ends_the_sandbox(mark):
+@pytest.mark.parametrize("kind", ISOLATED)
+def test_a_cancelled_wait_ends_the_sandbox(kind, mark):
     async def inner() -> SandboxExit:
-        process = await make_sandbox(SandboxConfig()).launch(SandboxSpec(("bash", "-c", daemon(mark) + "sleep 100")))
+        process = await make_sandbox(SandboxConfig(kind=kind)).launch(
+            SandboxSpec(("bash", "-c", daemon(mark) + "sleep 100"))
+        )
         waiting = asyncio.create_task(process.wait())
         await daemon_runs(mark)
         waiting.cancel()
@@ -319,9 +359,10 @@ def test_a_cancelled_wait_ends_the_sandbox(mark):
     assert alive(mark) == []
 
 
-def test_wait_without_go_starts_nothing(tmp_path):
+@pytest.mark.parametrize("kind", ISOLATED)
+def test_wait_without_go_starts_nothing(kind, tmp_path):
     async def inner() -> None:
-        process = await make_sandbox(SandboxConfig()).launch(
+        process = await make_sandbox(SandboxConfig(kind=kind)).launch(
             SandboxSpec(("touch", "ran"), workspace=tmp_path, listen_port=8000)
         )
         with pytest.raises(RuntimeError, match="before go"):
@@ -332,9 +373,10 @@ def test_wait_without_go_starts_nothing(tmp_path):
     assert not (tmp_path / "ran").exists()
 
 
-def test_no_descriptor_is_left_open(tmp_path):
+@pytest.mark.parametrize("kind", ISOLATED)
+def test_no_descriptor_is_left_open(kind, tmp_path):
     async def inner() -> tuple[int, int]:
-        sandbox = make_sandbox(SandboxConfig())
+        sandbox = make_sandbox(SandboxConfig(kind=kind))
         counts = []
         for _ in range(2):
             for port in (None, 8000):
