@@ -9,6 +9,7 @@ import secrets
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict
 from typing import Any
@@ -17,6 +18,7 @@ from pipeline.config import Config, UserError
 from pipeline.engine.transfer import SyncTimings
 from pipeline.launch.coordinator import Coordinator, Engine, aside_text
 from pipeline.launch.data import load_splits
+from pipeline.launch.gates import ensure_gates
 from pipeline.launch.rendezvous import ANYWHERE, join_trainers, own_host
 from pipeline.launch.rpc import RpcServer
 from pipeline.launch.run_directory import RENDEZVOUS_S, Attempt
@@ -105,6 +107,7 @@ class TrainerRank:
         snapshots = Snapshotter(self.run.status, self.coordinator.overview, self.attempt.check_fence)
         try:
             self._recall_alarms()
+            self._check_tasks()
             with self._phase("start"):
                 self._await_engine()
             self._evaluate("before", self.config.evaluation.before and self.flow.state.update == 0)
@@ -132,6 +135,17 @@ class TrainerRank:
         for harness, reason in self.flow.state.set_aside.items():
             self.coordinator.emit("error", text=aside_text(harness, reason))
         self._check_stranded()
+
+    def _check_tasks(self) -> None:
+        """The tasks' own check, in a job that nobody's command made it for. Raises UserError for a bad task."""
+        if not self.config.tasks.check or (self.run.root / "gates.json").exists():
+            return
+        with self._phase("gates"), ThreadPoolExecutor(1) as pool:
+            checked = pool.submit(ensure_gates, self.config, self.run)
+            while not checked.done():
+                self._check_the_others()
+                self.coordinator.wait(0.5)
+            checked.result()
 
     def _check_stranded(self) -> None:
         """Raises UserError when every harness is set aside and no group is out any more."""
