@@ -41,6 +41,7 @@ class YokeProgram:
     """
 
     _end: EndRequest | None = None  # on global rank 0, once it trains
+    _place: Attempt | None = None
 
     def __init__(self, config: dict[str, Any], run_dir: str, attempt: int | None = None) -> None:
         self.config, self.run_dir, self.attempt = config, run_dir, attempt
@@ -48,7 +49,7 @@ class YokeProgram:
     def __call__(self) -> None:
         environment = submitit.JobEnvironment()
         config, run = to_config(self.config), RunDirectory(Path(self.run_dir))
-        attempt = run.attempt(self.attempt) if self.attempt else agree_on_attempt(run, environment)
+        attempt = self._place = run.attempt(self.attempt) if self.attempt else agree_on_attempt(run, environment)
         rank = "trainer" if environment.local_rank == 0 else "engine"
         _write_to(attempt.log(rank, environment.node))
         try:
@@ -99,6 +100,8 @@ class YokeProgram:
         if int(os.environ.get("SLURM_RESTART_COUNT", "0")) >= cluster.max_requeues:
             log.error("not requeued: cluster.max_requeues=%d are used up", cluster.max_requeues)
             return None
+        if self._place is not None:
+            self._place.publish("requeued", {"checkpoint": saved})
         return submitit.helpers.DelayedSubmission(YokeProgram(self.config, self.run_dir, self.attempt))
 
 

@@ -1,18 +1,24 @@
-"""What a rank's program does before its rank begins."""
+"""What a rank's program does around its rank: before it begins, and when signals come."""
 
 from __future__ import annotations
 
+import os
+import signal
+import threading
+import time
 from dataclasses import asdict
 from pathlib import Path
 
 import pytest
+import submitit
 
 from pipeline.cli import compose_config
 from pipeline.config import Config
 from pipeline.harness import base
-from pipeline.launch import engine_rank, jobs, trainer_rank
+from pipeline.launch import engine_rank, jobs, program, trainer_rank
 from pipeline.launch.program import YokeProgram, to_config
 from pipeline.launch.run_directory import Attempt, RunDirectory
+from pipeline.launch.trainer_rank import EndRequest, Interrupted
 
 RECIPE = """
 import dataclasses
@@ -41,8 +47,8 @@ def test_every_rank_knows_the_users_own_harnesses(config: Config, rank: str, mon
     monkeypatch.setattr(engine_rank, "run_engine", note)
     monkeypatch.setattr("signal.signal", lambda *_: None)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    program = YokeProgram(asdict(config), config.run_dir, 1)
-    program._run(rank, to_config(program.config), RunDirectory(Path(config.run_dir)).attempt(1), 0)
+    submitted = YokeProgram(asdict(config), config.run_dir, 1)
+    submitted._run(rank, to_config(submitted.config), RunDirectory(Path(config.run_dir)).attempt(1), 0)
     assert seen == ["pi"]
 
 
@@ -52,3 +58,59 @@ def test_a_report_needs_no_word_of_where_the_recipes_are(config: Config, monkeyp
     run.save_config(config)
     monkeypatch.setattr(jobs, "_report", lambda config, run: base.get_harness("mine").version == "1.6.0")
     assert jobs.report(compose_config([f"run_dir={config.run_dir}"]))
+
+
+def warned(config: Config, restarts: int, end: EndRequest | None, monkeypatch: pytest.MonkeyPatch) -> object:
+    """What submitit is given at the warning, on a job that was restarted so often."""
+    monkeypatch.setenv("SLURM_RESTART_COUNT", str(restarts))
+    submitted = YokeProgram(asdict(config), config.run_dir)
+    submitted._end = end
+    return submitted.checkpoint()
+
+
+def test_the_warning_waits_for_the_checkpoint_and_requeues(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+    end = EndRequest()
+    threading.Timer(0.2, lambda: end.answer(saved=True)).start()
+    again = warned(config, 0, end, monkeypatch)
+    assert (end.reason, end.saved) == ("warning", True)
+    assert isinstance(again, submitit.helpers.DelayedSubmission)
+    assert isinstance(again.function, YokeProgram)
+    assert again.function.attempt is None, "the next start claims an attempt of its own"
+
+
+def test_the_warning_before_training_requeues_at_once(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert warned(config, 0, None, monkeypatch) is not None
+
+
+def test_requeues_are_bounded(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+    end = EndRequest()
+    end.answer(saved=True)
+    assert warned(config, config.cluster.max_requeues - 1, end, monkeypatch) is not None
+    assert warned(config, config.cluster.max_requeues, end, monkeypatch) is None
+
+
+def test_the_first_wish_to_end_counts() -> None:
+    end = EndRequest()
+    end.ask("stop")
+    end.ask("terminated")
+    assert end.reason == "stop"
+
+
+@pytest.mark.parametrize(("number", "reason"), [(signal.SIGUSR1, "stop"), (signal.SIGTERM, "terminated")])
+def test_signals_reach_the_trainers_thread(number: int, reason: str) -> None:
+    end, handlers = EndRequest(), {one: signal.getsignal(one) for one in (signal.SIGUSR1, signal.SIGTERM)}
+    try:
+        program._ask_on_signals(end)
+        threading.Timer(0.2, lambda: os.kill(os.getpid(), number)).start()
+
+        def work() -> None:
+            deadline = time.monotonic() + 20
+            while end.reason is None and time.monotonic() < deadline:
+                time.sleep(0.01)
+            raise Interrupted(end.reason or "none")
+
+        with pytest.raises(Interrupted, match=reason):
+            program._in_thread(work)
+    finally:
+        for one, handler in handlers.items():
+            signal.signal(one, handler)
