@@ -5,6 +5,7 @@ Live records travel here, not by files.
 
 from __future__ import annotations
 
+import hmac
 import json
 import threading
 from collections.abc import Callable, Mapping
@@ -46,12 +47,14 @@ class _Server(ThreadingHTTPServer):
 def _handler(methods: Mapping[str, Method], token: str) -> type[BaseHTTPRequestHandler]:
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
+        timeout = 60  # of a silent connection, so that a stranger holds no thread for ever
         wbufsize = -1  # head and body leave together: as two packets the second waits 40 ms for the first one's receipt
 
         def do_POST(self) -> None:
-            body = self.rfile.read(int(self.headers.get("content-length", 0)))
-            if self.headers.get("authorization") != f"Bearer {token}":
+            if not hmac.compare_digest(self.headers.get("authorization", "").encode(), f"Bearer {token}".encode()):
+                self.close_connection = True  # its body stays unread
                 return self._reply(401, {"error": "wrong token"})
+            body = self.rfile.read(int(self.headers.get("content-length", 0)))
             method = methods.get(self.path.strip("/"))
             if method is None:
                 return self._reply(404, {"error": f"no method {self.path}"})

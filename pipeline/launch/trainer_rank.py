@@ -110,6 +110,7 @@ class TrainerRank:
             self._check_tasks()
             with self._phase("start"):
                 self._await_engine()
+            self.attempt.publish("ready", {"engines": sorted(self.coordinator.engines), "time": time.time()})
             self._evaluate("before", self.config.evaluation.before and self.flow.state.update == 0)
             with self._phase("train"):
                 self._train()
