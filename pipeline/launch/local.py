@@ -9,11 +9,11 @@ import sys
 import time
 from contextlib import suppress
 from dataclasses import asdict
-from pathlib import Path
 
 import submitit
 
 from pipeline.config import Config, UserError
+from pipeline.launch.processes import job_of, start_time
 from pipeline.launch.program import YokeProgram
 from pipeline.launch.rpc import RpcClient, RpcError
 from pipeline.launch.run_directory import Attempt, RunDirectory
@@ -77,7 +77,7 @@ def _submit(config: Config, run: RunDirectory) -> tuple[Attempt, int]:
 
 def claim(attempt: Attempt, pid: int) -> None:
     """Leave word of which process an attempt lives and dies with."""
-    attempt.publish("job", {"pid": pid, "started": _start_time(pid)})
+    attempt.publish("job", job_of(pid))
 
 
 def living(run: RunDirectory) -> tuple[Attempt, int] | None:
@@ -85,29 +85,18 @@ def living(run: RunDirectory) -> tuple[Attempt, int] | None:
     for number in reversed(run.attempt_numbers()[-1:]):
         attempt = run.attempt(number)
         job = attempt.read("job")
-        if job and job.get("started") is not None and _start_time(job["pid"]) == job["started"]:
+        if job and job.get("started") is not None and start_time(job["pid"]) == job["started"]:
             return attempt, job["pid"]
     return None
 
 
-def _start_time(pid: int) -> int | None:
-    """Clock ticks at which ``pid`` started, so that a reused pid is not taken for it; None when it is gone or a
-    zombie.
-    """
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return None
-    return None if fields[0] == "Z" else int(fields[19])
-
-
 def _watch(attempt: Attempt, pid: int, progress: Progress) -> None:
     """Show the attempt until its processes are gone. Ctrl-C ends them after a checkpoint."""
-    started = _start_time(pid)
+    started = start_time(pid)
     client: RpcClient | None = None
     seen = 0
     try:
-        while started is not None and _start_time(pid) == started:
+        while started is not None and start_time(pid) == started:
             time.sleep(POLL_S)
             client = client or _client(attempt)
             if client is not None:
@@ -124,9 +113,9 @@ def _interrupt(client: RpcClient | None, pid: int, started: int | None) -> None:
         with suppress(RpcError):
             client.call("interrupt", 10.0)
         deadline = time.monotonic() + INTERRUPT_S
-        while _start_time(pid) == started and time.monotonic() < deadline:
+        while start_time(pid) == started and time.monotonic() < deadline:
             time.sleep(POLL_S)
-    if _start_time(pid) == started:
+    if start_time(pid) == started:
         os.kill(pid, signal.SIGINT)  # submitit's controller kills both ranks
 
 
