@@ -83,6 +83,8 @@ class YokeProgram:
         try:
             _in_thread(lambda: run_trainer(config, attempt, node, end))
         except Interrupted as interrupted:
+            if interrupted.reason == "terminated":
+                attempt.publish("terminated", {"checkpoint": True})
             if interrupted.reason != "stop":
                 raise
             return attempt.publish("stopped", {"checkpoint": True})

@@ -45,6 +45,7 @@ def work_through(
         server.stop()
     if failures:
         raise failures[0]
+    attempt.publish("stage_done", {})
 
 
 def _drive(
@@ -53,7 +54,7 @@ def _drive(
     try:
         coordinator.evaluate(cells)
         deadline = time.monotonic() + CELL_S + CELL_S * cells.counts()["total"]
-        while not cells.done and not coordinator.stopped:
+        while not (cells.done or coordinator.stopped or coordinator.interrupted):
             if time.monotonic() > deadline:
                 raise TimeoutError(f"the cells were not done in time: {cells.counts()}")
             for engine in coordinator.unsynced(str(version)):
