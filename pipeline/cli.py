@@ -48,6 +48,16 @@ JOBS: dict[str, Job] = {
     "collect": Job("record a scripted teacher's rollouts through the real harness", "collect"),
     "sft": Job("warm start: supervised learning on what `yoke collect` recorded", "sft"),
     "report": Job("write results.json, the table and the learning curve of a run again", "report"),
+    "status": Job(
+        "how a run stands: its job, updates, reward, nodes and errors, on one screen (docs/status.md)",
+        "pipeline.launch.status:run",
+        words="RUN [--watch] [--json]",
+    ),
+    "stop": Job(
+        "ask a run for a checkpoint and the end, and wait for it",
+        "pipeline.launch.stop:run",
+        words="RUN [--timeout SECONDS]",
+    ),
     "proxy": Job(
         "the capture proxy by itself: --llm-url http://host:8000 (docs/capture.md)",
         "pipeline.capture.proxy:run",
@@ -150,13 +160,18 @@ def _run(given: list[str]) -> int:
     words = [word for word in given[1:] if word != "--cfg"]
     overrides = flags_as_overrides(words, job.group) if job.group else words
     if job.words:
-        overrides = [word for word in words if "=" in word]
+        overrides = [word for word in words if _is_setting(word)]
     if "--cfg" in given:
         print(OmegaConf.to_yaml(_compose_or_complain(overrides)), end="")
         return 0
     config = compose_config(overrides)
     register(config.harness.recipes)
-    return _function(job)(config, *([[word for word in words if "=" not in word]] if job.words else []))
+    return _function(job)(config, *([[word for word in words if not _is_setting(word)]] if job.words else []))
+
+
+def _is_setting(word: str) -> bool:
+    """Whether a word of a job that takes others too is a setting: not a flag, nor a directory with an = in its name."""
+    return "=" in word and not word.startswith("-") and not Path(word).exists()
 
 
 def flags_as_overrides(words: Sequence[str], group: str) -> list[str]:

@@ -129,7 +129,7 @@ def _on_phase(state: _State, event: Event) -> str | None:
     state.phase, state.phase_done, state.phase_total = event["name"], event.get("done"), event.get("total")
     if (state.phase, state.quarters()) == before:
         return None
-    return f"[{_clock(time.monotonic() - state.started)}] {_phase_text(state)}"
+    return f"[{clock(time.monotonic() - state.started)}] {_phase_text(state)}"
 
 
 def _on_update(state: _State, event: Event) -> str:
@@ -150,13 +150,13 @@ def _on_rollout(state: _State, event: Event) -> None:
 
 
 def _on_message(state: _State, event: Event) -> str:
-    return f"[{_clock(time.monotonic() - state.started)}] {event['text']}"
+    return f"[{clock(time.monotonic() - state.started)}] {event['text']}"
 
 
 def _on_error(state: _State, event: Event) -> str:
     state.errors.append(event["text"].splitlines()[0] if event["text"] else "")
     state.error_count += 1
-    return f"[{_clock(time.monotonic() - state.started)}] error: {event['text']}"
+    return f"[{clock(time.monotonic() - state.started)}] error: {event['text']}"
 
 
 _HANDLERS: dict[str, Callable[[_State, Event], str | None]] = {
@@ -182,7 +182,7 @@ def _update_line(state: _State) -> str:
         _labelled("queue", get("sample/rollout_queue_size"), "{:.0f}"),
         _labelled("", get("perf/trained_tok_s_wall_clock"), "{:,.0f} tok/s"),
         _labelled("", get("perf/step_s"), "{:.1f} s"),
-        _labelled("left", state.seconds_left(), _clock),
+        _labelled("left", state.seconds_left(), clock),
     ]
     return "  ".join(part for part in parts if part)
 
@@ -194,7 +194,7 @@ def _view(state: _State, console_width: int) -> RenderableType:
     if state.errors:
         parts.append(Text(f"errors: {state.error_count}, the latest:", style="red"))
         parts += [Text(f"  {text}", style="red", no_wrap=True, overflow="ellipsis") for text in state.errors]
-    elapsed = _clock(time.monotonic() - state.started)
+    elapsed = clock(time.monotonic() - state.started)
     return Panel(
         Group(*parts),
         title=f"yoke · {state.phase}",
@@ -211,7 +211,7 @@ def _phase_text(state: _State) -> str:
 def _bars(state: _State) -> Table:
     grid = Table.grid(padding=(0, 1))
     left = state.seconds_left()
-    _bar(grid, "updates", state.update, state.total_updates, "" if left is None else f"{_clock(left)} left")
+    _bar(grid, "updates", state.update, state.total_updates, "" if left is None else f"{clock(left)} left")
     if state.phase_total is not None:
         _bar(grid, state.phase, state.phase_done or 0, state.phase_total)
     return grid
@@ -265,7 +265,7 @@ def _percent(value: float | None) -> str:
     return "–" if value is None else f"{value:.0%}"
 
 
-def _clock(seconds: float) -> str:
+def clock(seconds: float) -> str:
     """``m:ss``, or ``h:mm:ss`` from an hour on."""
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
