@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import re
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -14,6 +15,9 @@ from pathlib import Path
 
 from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -26,6 +30,7 @@ CONFIG_DIR = Path(pipeline.__file__).parents[1] / "conf"
 JOBS_MODULE = "pipeline.launch.jobs"
 ASSETS = Path(pipeline.__file__).parent / "assets"
 MOVED = {"algorithm.updates": "training.updates"}  # keys that have another name now
+SWEEP_FLAGS = ("-m", "--multirun")  # Hydra's
 
 
 @dataclass(frozen=True)
@@ -36,10 +41,15 @@ class Job:
     function: str  # takes a Config and returns an exit code; of JOBS_MODULE unless it is module:function
     group: str = ""  # the configuration group that `--some-key value` means
     words: str = ""  # what it takes before its settings, for the usage; its function gets them as a second argument
+    sweep: str = ""  # module:function that -m calls instead, with the parsed overrides and compose_config
 
 
 JOBS: dict[str, Job] = {
-    "train": Job("the whole loop: rollout, verification, advantage and update, with evaluations around it", "train"),
+    "train": Job(
+        "the whole loop: rollout, verification, advantage and update, with evaluations around it; -m sweeps",
+        "train",
+        sweep="pipeline.launch.sweep:run",
+    ),
     "rollout": Job("stage 1: roll out the next groups of the schedule with the newest checkpoint", "rollout"),
     "verify": Job("stage 2: score the kept workspaces of `yoke rollout` again", "verify"),
     "advantage": Job("stage 3: rewards and advantages of closed groups, with reward.fn=… at will", "advantage"),
@@ -47,7 +57,7 @@ JOBS: dict[str, Job] = {
     "evaluate": Job("stage 5: held-out tasks × harnesses with the newest checkpoint", "evaluate"),
     "collect": Job("record a scripted teacher's rollouts through the real harness", "collect"),
     "sft": Job("warm start: supervised learning on what `yoke collect` recorded", "sft"),
-    "report": Job("write results.json, the table and the learning curve of a run again", "report"),
+    "report": Job("write the results, the table and the picture of a run or a sweep again", "report", words="[RUN]"),
     "status": Job(
         "how a run stands: its job, updates, reward, nodes and errors, on one screen (docs/status.md)",
         "pipeline.launch.status:run",
@@ -83,6 +93,16 @@ def compose_config(overrides: Sequence[str]) -> Config:
         raise UserError(_first_lines(error)) from error
 
 
+def parse_overrides(words: Sequence[str]) -> list[Override]:
+    """The words after `-m` as Hydra reads them; globs look into conf/. Raises UserError for a word it cannot read."""
+    ConfigStore.instance().store(name="schema", node=Config)
+    try:
+        with initialize_config_dir(str(CONFIG_DIR), version_base="1.3"):
+            return OverridesParser.create(GlobalHydra.instance().config_loader()).parse_overrides(list(words))
+    except HydraException as error:
+        raise UserError(_first_lines(error)) from error
+
+
 def _compose(overrides: Sequence[str]) -> DictConfig:
     ConfigStore.instance().store(name="schema", node=Config)
     OmegaConf.register_new_resolver("asset", lambda name: str(ASSETS / name), replace=True)
@@ -110,6 +130,12 @@ def _typed(composed: DictConfig) -> Config:
 def _first_lines(error: Exception) -> str:
     if old := next((old for old in MOVED if old in str(error)), None):
         return _moved(old)
+    if several := re.match(r"Ambiguous value for argument '(.*?)=(.*)'\n", str(error)):
+        key, values = several.groups()
+        return (
+            f"{key}={values} are several values: `yoke train -m` sweeps over them, "
+            f"{key}=[{values}] is one list, {key}='\"{values}\"' one text"
+        )
     causes = [error, *([error.__cause__] if str(error).startswith("Error merging override") else [])]
     lines = [line.strip() for cause in causes for line in str(cause).splitlines() if line.strip()]
     lines = [line for line in lines if not line.startswith(("full_key", "object_type", "reference_type"))]
@@ -161,17 +187,29 @@ def _run(given: list[str]) -> int:
     overrides = flags_as_overrides(words, job.group) if job.group else words
     if job.words:
         overrides = [word for word in words if _is_setting(word)]
+    if any(flag in given for flag in SWEEP_FLAGS):
+        return _sweep(given, job)
     if "--cfg" in given:
         print(OmegaConf.to_yaml(_compose_or_complain(overrides)), end="")
         return 0
     config = compose_config(overrides)
     register(config.harness.recipes)
-    return _function(job)(config, *([[word for word in words if not _is_setting(word)]] if job.words else []))
+    return _function(job.function)(config, *([[word for word in words if not _is_setting(word)]] if job.words else []))
 
 
 def _is_setting(word: str) -> bool:
     """Whether a word of a job that takes others too is a setting: not a flag, nor a directory with an = in its name."""
     return "=" in word and not word.startswith("-") and not Path(word).exists()
+
+
+def _sweep(given: list[str], job: Job) -> int:
+    if not job.sweep:
+        sweeping = ", ".join(name for name, other in JOBS.items() if other.sweep)
+        raise UserError(f"yoke {given[0]} does not sweep; -m is for: {sweeping}")
+    if "--cfg" in given:
+        raise UserError("--cfg shows one configuration: leave -m out, and give one value a key")
+    overrides = parse_overrides([word for word in given[1:] if word not in SWEEP_FLAGS])
+    return _function(job.sweep)(overrides, compose_config)
 
 
 def flags_as_overrides(words: Sequence[str], group: str) -> list[str]:
@@ -204,7 +242,7 @@ def _compose_or_complain(overrides: Sequence[str]) -> DictConfig:
         raise UserError(_first_lines(error)) from error
 
 
-def _function(job: Job) -> Callable[..., int]:
-    module, _, name = job.function.rpartition(":")
+def _function(place: str) -> Callable[..., int]:
+    module, _, name = place.rpartition(":")
     function: Callable[..., int] = getattr(importlib.import_module(module or JOBS_MODULE), name)
     return function

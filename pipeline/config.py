@@ -284,6 +284,14 @@ class StageConfig:
 
 
 @dataclass
+class SweepConfig:
+    """Where `yoke train -m` puts the runs of a sweep: ``root``/sweep-``name``."""
+
+    name: str | None = None  # null = from the swept keys and the settings, so that the same command goes on
+    root: str = "runs"
+
+
+@dataclass
 class Config:
     """The composed configuration of a run."""
 
@@ -308,4 +316,5 @@ class Config:
     sft: SftConfig = field(default_factory=SftConfig)
     proxy: ProxyConfig = field(default_factory=ProxyConfig)
     stage: StageConfig = field(default_factory=StageConfig)
+    sweep: SweepConfig = field(default_factory=SweepConfig)
     experiment: Any = None

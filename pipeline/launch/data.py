@@ -20,6 +20,13 @@ def load_splits(config: Config, run: RunDirectory) -> tuple[list[TaskRef], list[
     ]
 
 
+def split_size(config: Config, run: RunDirectory, split: str) -> int:
+    """How many tasks ``train`` or ``test`` has. Writes nothing."""
+    if config.tasks.kind == "generated":
+        return config.tasks.train_size if split == "train" else config.tasks.test_size
+    return len(load_split(config, run, split))
+
+
 def load_split(config: Config, run: RunDirectory, split: str) -> list[HarborTask]:
     """The tasks of ``train`` or ``test``.
 

@@ -23,6 +23,7 @@ from pipeline.launch.plan import plan
 from pipeline.launch.run_directory import RunDirectory
 from pipeline.launch.slurm import queued
 from pipeline.launch.snapshot import with_absolute_paths
+from pipeline.launch.sweep_points import is_sweep
 from pipeline.records import Outcome, RolloutRecord
 from pipeline.report.store import read_group, write_group, write_json
 from pipeline.sandbox.base import make_sandbox
@@ -47,10 +48,15 @@ def train(config: Config) -> int:
         say(f"{run.root} is in job {job[0]} already ({job[1].lower()}): yoke status {run.root} --watch")
         return 0
     run = _open(config, joins=config.cluster.name == "local")
-    if run.done and _covered(config, run):
+    if run.done and covered(config, run):
         say(f"{run.root} is done; fresh=true starts over")
         return _report(config, run)
     return LAUNCHERS[config.cluster.name](config, run)
+
+
+def submit(config: Config) -> str:
+    """The same for one point of a sweep: submits its run without a word. Returns the job id."""
+    return slurm.submit(config, _open(config))
 
 
 def _dry_run(config: Config) -> int:
@@ -211,9 +217,13 @@ def sft(config: Config) -> int:
     return run_sft(config)
 
 
-def report(config: Config) -> int:
-    """results.json, table and learning curve again, with the settings that the run was made with."""
-    run = RunDirectory(Path(config.run_dir).absolute())
+def report(config: Config, words: Sequence[str] = ()) -> int:
+    """results.json, table and picture again, of a run (with the settings that it was made with) or of a sweep."""
+    if len(words) > 1:
+        raise UserError(f"yoke report takes one run or sweep, not {len(words)}: {' '.join(words)}")
+    run = RunDirectory(Path(words[0] if words else config.run_dir).absolute())
+    if is_sweep(run.root):
+        return _report_sweep(run)
     made_with = run.saved_config()
     register(made_with.harness.recipes)
     return _report(made_with, run)
@@ -231,6 +241,12 @@ def _report(config: Config, run: RunDirectory) -> int:
     from pipeline.launch.reporting import report_run  # matplotlib and SciPy take seconds to import
 
     return report_run(config, run)
+
+
+def _report_sweep(sweep: RunDirectory) -> int:
+    from pipeline.launch.sweep_report import report_sweep
+
+    return report_sweep(sweep.root)
 
 
 def _open(config: Config, joins: bool = False) -> RunDirectory:
@@ -256,7 +272,7 @@ def _open(config: Config, joins: bool = False) -> RunDirectory:
     return run
 
 
-def _covered(config: Config, run: RunDirectory) -> bool:
+def covered(config: Config, run: RunDirectory) -> bool:
     """Whether the closing evaluation is whole; if not, training again tries its ungraded rollouts."""
     if not config.evaluation.after:
         return True

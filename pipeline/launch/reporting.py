@@ -5,7 +5,7 @@ done again.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ from rich.console import Console
 
 from pipeline.config import Config
 from pipeline.harness.base import get_harness
-from pipeline.launch.data import load_split
+from pipeline.launch.data import split_size
 from pipeline.launch.run_directory import RunDirectory
 from pipeline.records import RolloutRecord
 from pipeline.report.metrics import read_metrics
@@ -27,8 +27,7 @@ from pipeline.stages.evaluation import INCOMPLETE
 def report_run(config: Config, run: RunDirectory) -> int:
     """Write and show the report. Returns 3 when rollouts of an evaluation are ungraded, else 0."""
     metrics = read_metrics(run.root)
-    before, after = _evaluated(run, "before"), _evaluated(run, "after")
-    results = build_results(before, after, metrics, _meta(config, run, [*before, *after]))
+    results = run_results(config, run, metrics)
     learning_curve(metrics, run.report / "curve.png", results)
     write_text(run.report / "table.md", markdown_table(results))
     write_results(run.results, results)
@@ -37,6 +36,12 @@ def report_run(config: Config, run: RunDirectory) -> int:
     wanted = [label for label in ("before", "after") if getattr(config.evaluation, label)]
     whole = all((results[label] or {"coverage": 0.0})["coverage"] >= 1.0 for label in wanted)
     return 0 if whole else INCOMPLETE
+
+
+def run_results(config: Config, run: RunDirectory, metrics: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The contents of results.json, from what the run has so far. Writes nothing."""
+    before, after = _evaluated(run, "before"), _evaluated(run, "after")
+    return build_results(before, after, metrics, _meta(config, run, [*before, *after]))
 
 
 def _evaluated(run: RunDirectory, label: str) -> list[RolloutRecord]:
@@ -51,7 +56,7 @@ def _meta(config: Config, run: RunDirectory, records: Sequence[RolloutRecord]) -
         wall_s={**_gates(run.root / "gates.json"), **done.get("wall_s", {})},
         harness_versions={name: _version(name, records) for name in config.mix.harnesses},
         set_aside=done.get("set_aside", {}),
-        planned=_planned(config, run),
+        planned=_planned(config, run) if records else 0,  # else there may be no tasks yet, and nobody asks
     )
 
 
@@ -66,4 +71,4 @@ def _gates(path: Path) -> dict[str, Any]:
 
 
 def _planned(config: Config, run: RunDirectory) -> int:
-    return len(load_split(config, run, "test")) * len(config.mix.harnesses) * config.evaluation.rollouts_per_task
+    return split_size(config, run, "test") * len(config.mix.harnesses) * config.evaluation.rollouts_per_task

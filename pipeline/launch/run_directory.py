@@ -137,19 +137,41 @@ class RunDirectory:
 
         Raises UserError that names the differing keys.
         """
-        text = OmegaConf.to_yaml(OmegaConf.structured(config))
-        if not self.config.exists() or not self.attempt_numbers():  # nothing was made with the old settings yet
-            return write_atomically(self.config, text)
-        different = differing_keys(OmegaConf.create(self.config.read_text()), OmegaConf.create(text))
-        if different:
+        if different := self.other_settings(config):
             raise UserError(
                 f"{self.root} was made with other settings ({', '.join(different)}): "
                 "give the same ones, another run_dir=…, or fresh=true to start over"
             )
+        if not self.is_made:
+            write_atomically(self.config, OmegaConf.to_yaml(OmegaConf.structured(config)))
+
+    def other_settings(self, config: Config) -> list[str]:
+        """The keys in which ``config`` differs from what the run was made with; [] while nothing was made."""
+        if not self.is_made:
+            return []
+        text = OmegaConf.to_yaml(OmegaConf.structured(config))
+        return differing_keys(OmegaConf.create(self.config.read_text()), OmegaConf.create(text))
+
+    @property
+    def is_made(self) -> bool:
+        """Whether an attempt has begun to make something with the saved settings."""
+        return self.config.exists() and bool(self.attempt_numbers())
 
 
 # May differ between two commands on one run directory without making it another experiment.
-_FREE = ("fresh", "dry_run", "logging", "concurrency", "cluster", "engine", "run_dir", "stage", "collect", "sft")
+FREE = (
+    "fresh",
+    "dry_run",
+    "logging",
+    "concurrency",
+    "cluster",
+    "engine",
+    "run_dir",
+    "stage",
+    "collect",
+    "sft",
+    "sweep",
+)
 _FREE_KEYS = ("mix.readmit", "mix.set_aside_after")
 
 
@@ -157,7 +179,7 @@ def differing_keys(old: Any, new: Any) -> list[str]:
     """Dotted keys in which two configurations differ, apart from those that may change between attempts."""
     flat_old, flat_new = _flatten(OmegaConf.to_container(old)), _flatten(OmegaConf.to_container(new))
     keys = sorted(key for key in flat_old.keys() | flat_new.keys() if key not in _FREE_KEYS)
-    return [key for key in keys if key.split(".")[0] not in _FREE and flat_old.get(key) != flat_new.get(key)]
+    return [key for key in keys if key.split(".")[0] not in FREE and flat_old.get(key) != flat_new.get(key)]
 
 
 def _flatten(value: Any, prefix: str = "") -> dict[str, Any]:

@@ -1,7 +1,8 @@
-"""The learning curve of a run as a PNG: pass rate and reward on top, tool calls and malformed calls below."""
+"""Learning curves as PNG: of a run, with tool calls and malformed calls below; of a sweep's runs, side by side."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from pipeline.report.store import publish
 BLUE, ORANGE, GREEN, RED, INK, GREY = "#2f6db3", "#e08a1e", "#3a8f5c", "#c0413b", "#222222", "#8a8a8a"
 BANDWIDTH = 0.06  # width of the smoothing kernel as a share of the run
 DPI = 160
+COLUMNS = 4  # of small curves side by side
 
 Entry = Mapping[str, Any]
 
@@ -27,10 +29,35 @@ def learning_curve(
     figure = Figure(figsize=(8.0, 6.2), layout="constrained")
     top, bottom = figure.subplots(2, 1, sharex=True, height_ratios=(2.0, 1.0))
     _draw_learning(top, metrics, results)
+    top.set_ylabel("pass rate, reward")
+    _finish(top, top.get_legend_handles_labels()[0])
     _draw_conduct(bottom, metrics)
     bottom.set_xlabel("update")
     bottom.xaxis.set_major_locator(MaxNLocator(integer=True))
     figure.suptitle(title or "Learning curve", x=0.015, ha="left", fontweight="bold", color=INK)
+    publish(path, lambda temporary: figure.savefig(temporary, dpi=DPI, format="png"))
+
+
+def side_by_side(curves: Sequence[tuple[str, Sequence[Entry], Mapping[str, Any] | None]], path: Path) -> None:
+    """Publish one small learning curve a run, all with the same axes. ``curves``: (title, metrics, results) of each."""
+    columns = min(COLUMNS, max(1, len(curves)))
+    rows = max(1, math.ceil(len(curves) / columns))
+    figure = Figure(figsize=(1.0 + 3.2 * columns, 0.8 + 2.6 * rows), layout="constrained")
+    grid = figure.subplots(rows, columns, sharex=True, sharey=True, squeeze=False)
+    for axes, (title, metrics, results) in zip(grid.flat, curves, strict=False):
+        _draw_learning(axes, metrics, results)
+        _clean(axes)
+        axes.set_title(title, fontsize=8.5, color=INK)
+    for axes in grid.flat[len(curves) :]:
+        axes.set_visible(False)
+    grid[0, 0].xaxis.set_major_locator(MaxNLocator(integer=True))
+    figure.supxlabel("update", fontsize=9)
+    figure.supylabel("pass rate, reward", fontsize=9)
+    named = {
+        label: handle for axes in grid.flat for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)
+    }
+    if named:
+        figure.legend(named.values(), named.keys(), loc="outside upper center", ncols=3, frameon=False, fontsize=8.5)
     publish(path, lambda temporary: figure.savefig(temporary, dpi=DPI, format="png"))
 
 
@@ -47,8 +74,6 @@ def _draw_learning(axes: Axes, metrics: Sequence[Entry], results: Mapping[str, A
     if results is not None:
         _held_out(axes, results)
     axes.set_ylim(bottom=0.0)
-    axes.set_ylabel("pass rate, reward")
-    _finish(axes, axes.get_legend_handles_labels()[0])
 
 
 def _draw_conduct(axes: Axes, metrics: Sequence[Entry]) -> None:
@@ -92,8 +117,12 @@ def _held_out(axes: Axes, results: Mapping[str, Any]) -> None:
         label = "_"
 
 
-def _finish(axes: Axes, handles: list[Any]) -> None:
+def _clean(axes: Axes) -> None:
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(axis="y", color=GREY, alpha=0.2, linewidth=0.6)
+
+
+def _finish(axes: Axes, handles: list[Any]) -> None:
+    _clean(axes)
     if handles:
         axes.legend(handles=handles, frameon=False, fontsize=8.5, loc="best")

@@ -78,9 +78,9 @@ def print_results(results: Results, console: Console | None = None) -> None:
 def _row(name: str, before: Results | None, after: Results | None, change: Results | None) -> tuple[str, ...]:
     return (
         name,
-        _rate(before),
-        _rate(after),
-        _change(change),
+        rate(before),
+        rate(after),
+        change_points(change),
         f"{_number(before, 'tool_calls')}\n→ {_number(after, 'tool_calls')}",
         f"{_percent(before, 'malformed_rate')}\n→ {_percent(after, 'malformed_rate')}",
     )
@@ -90,14 +90,16 @@ def _part(side: Results | None, harness: str) -> Results | None:
     return side["harnesses"].get(harness) if side else None
 
 
-def _rate(side: Results | None) -> str:
+def rate(side: Results | None) -> str:
+    """pass@1 of an evaluation, with its 95% interval below it."""
     if side is None:
         return NOTHING
     lo, hi = side["interval"]
     return f"{100 * side['pass@1']:.1f}% of {side['n']}\n({100 * lo:.0f} to {100 * hi:.0f})"
 
 
-def _change(change: Results | None) -> str:
+def change_points(change: Results | None) -> str:
+    """The difference between two evaluations in points, with its 95% interval below it."""
     if change is None:
         return NOTHING
     lo, hi = change["interval"]

@@ -13,8 +13,8 @@ from typing import Any
 from pipeline.config import Config, UserError
 from pipeline.records import TrainGroup
 from pipeline.stages.flow import Ending, FlowState
-from pipeline.training.checkpoint import newest
-from pipeline.training.trainer import STATE_FILE, Trainer
+from pipeline.training.checkpoint import STATE_FILE, newest
+from pipeline.training.trainer import Trainer
 
 
 def open_trainer(config: Config) -> Trainer:

@@ -18,6 +18,7 @@ from safetensors import SafetensorError
 from pipeline.config import UserError
 
 MANIFEST = "manifest.json"
+STATE_FILE = "state.json"
 PARTIAL = ".partial-"
 WRITE_FAILURES = (OSError, RuntimeError, SafetensorError)  # torch and safetensors hide the OSError of a full disk
 MIB = 1024 * 1024

@@ -42,7 +42,6 @@ from pipeline.training.forward import PolicyModel
 from pipeline.training.loss import LOSSES, NO_VALUE, LossInputs, LossOutputs, check_algorithm
 
 ENGINE_TAG = "engine"
-STATE_FILE = "state.json"
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".safetensors.index.json", ".bin.index.json")
 FIRST_MINIBATCH_ONLY = ("mismatch_kl", "logprob_diff_max")  # later ones compare with weights already moved
 SUM_NAMES = (
@@ -187,7 +186,7 @@ class Trainer:
         try:
             partial.mkdir(exist_ok=True)
             if self.rank == 0:
-                (partial / STATE_FILE).write_text(json.dumps(own))
+                (partial / checkpoint.STATE_FILE).write_text(json.dumps(own))
             torch.save(distributed.random_state(), partial / f"random-{self.rank}.pt")
             self.engine.save_checkpoint(str(partial), tag=ENGINE_TAG, save_latest=False)
             checkpoint.sync_tree(partial)
@@ -203,7 +202,7 @@ class Trainer:
         path = distributed.from_rank_zero(checkpoint.newest(root))
         if path is None:
             return {}
-        own = checkpoint.read_json(path / STATE_FILE)
+        own = checkpoint.read_json(path / checkpoint.STATE_FILE)
         for name, here in (("ranks", self.ranks), ("zero_stage", self.training.zero_stage)):
             if own[name] != here:
                 raise checkpoint.CheckpointError(

@@ -1,0 +1,198 @@
+"""The report of a sweep in which every run stands elsewhere: it reads what there is, and leaves the runs alone."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from matplotlib import image
+
+from pipeline.cli import compose_config
+from pipeline.config import Config, UserError
+from pipeline.launch import jobs, run_state
+from pipeline.launch.run_directory import RunDirectory
+from pipeline.launch.run_state import State, standing
+from pipeline.launch.slurm import SlurmError
+from pipeline.launch.sweep_report import report_sweep
+from pipeline.records import Outcome, PolicyVersion, RolloutRecord, Verdict
+from pipeline.report.store import append_jsonl, write_group, write_json
+
+HARNESSES = ("pi", "codex")
+NAMES = ("new", "queued", "running", "done", "failed", "stopped", "lost")
+
+
+def evaluated(run: RunDirectory, label: str, solved: dict[str, int], tasks: int) -> None:
+    """``solved[harness]`` of ``tasks`` held-out rollouts; one file a task and harness, as the run writes them."""
+    for harness, right in solved.items():
+        for index in range(tasks):
+            verdict = Verdict(float(index < right), float(index < right), 1)
+            outcome = Outcome.SOLVED if index < right else Outcome.UNSOLVED
+            record = RolloutRecord(
+                rollout_id=f"{label}-{harness}-{index}",
+                group_id=f"{label}-{harness}-{index}",
+                index=0,
+                task_id=f"t{index}",
+                harness=harness,
+                outcome=outcome,
+                verdict=verdict,
+                rows=(),
+                version=PolicyVersion(1, 0),
+                newest_version=PolicyVersion(1, 0),
+                calls=2,
+                malformed=0,
+                undelivered=0,
+                prompt_tokens=10,
+                sampled_tokens=5,
+                wall_s=1.0,
+                info={"harness_version": "1"},
+            )
+            write_group(run.evaluation(label) / f"{harness}-{index}.parquet", [record])
+
+
+def make(root: Path, config: Config, name: str, updates: int) -> RunDirectory:
+    run = RunDirectory(root / name)
+    run.save_config(replace(config, run_dir=str(run.root)))
+    if updates:
+        run.new_attempt()
+    for update in range(1, updates + 1):
+        append_jsonl(run.metrics, {"update": update, "time": time.time(), "reward": 0.1 * update, "pass_rate": 0.5})
+    return run
+
+
+def sweep_of_all_states(root: Path) -> None:
+    points = [{"name": name, "overrides": [f"seed={number}"]} for number, name in enumerate(NAMES)]
+    write_json(root / "sweep.json", {"schema": 1, "words": [], "points": points})
+    words = ["+experiment=smoke", "tasks.test_size=4", "training.updates=4", "mix.harnesses=[pi,codex]"]
+    config = compose_config(words)
+    make(root, config, "queued", 0)
+    evaluated(make(root, config, "running", 2), "before", {"pi": 1, "codex": 2}, 4)
+    done = make(root, config, "done", 4)
+    evaluated(done, "before", {"pi": 0, "codex": 2}, 4)
+    evaluated(done, "after", {"pi": 4, "codex": 2}, 4)
+    done.attempt(1).publish("done", {"wall_s": {"train": 90.0, "start": 6.0}, "rollouts": 48, "set_aside": {}})
+    failed = make(root, config, "failed", 1).attempt(1)
+    failed.publish("failed", {"rank": "trainer", "text": "boom", "user_error": False})
+    make(root, config, "stopped", 1).attempt(1).publish("stopped", {"update": 1})
+    write_json(make(root, config, "lost", 0).root / "submission.json", {"job_id": "9"})
+
+
+@pytest.fixture(autouse=True)
+def _queue(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Slurm knows two jobs."""
+    jobs_of = {"queued": ("7", "PENDING"), "running": ("8", "COMPLETING")}
+    monkeypatch.setattr(run_state, "queued", lambda run: jobs_of.get(run.root.name))
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One run in each state."""
+    root = tmp_path_factory.mktemp("runs") / "sweep-mine"
+    sweep_of_all_states(root)
+    return root
+
+
+@pytest.fixture
+def root(made: Path, tmp_path: Path) -> Path:
+    """The same, for a test of its own."""
+    return Path(shutil.copytree(made, tmp_path / made.name))
+
+
+def read(root: Path) -> dict[str, dict[str, Any]]:
+    results = json.loads((root / "report" / "results.json").read_text())
+    assert results["name"] == "mine"
+    return {point["name"]: point for point in results["points"]}
+
+
+def test_the_report_of_a_sweep_in_all_states(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before = listing(root)
+    assert report_sweep(root) == 0
+    assert listing(root) == before, "runs are only read"
+    points = read(root)
+    check_states(points)
+    check_figures(points)
+    check_table((root / "report" / "table.md").read_text().splitlines())
+    shown = capsys.readouterr().out
+    assert "not started" in shown and "failed: boom" in shown and str(root / "report" / "curves.png") in shown
+    assert "25.0% of 8 (7 to 59)" in shown and "→ 75.0% of 8 (41 to 93)" in shown
+    assert max(map(len, shown.splitlines()[:-2])) <= 80, "it fits a terminal"
+    height, width = image.imread(root / "report" / "curves.png").shape[:2]
+    assert width > 1500 and height > 500, "four beside each other, in two rows"
+
+
+def listing(root: Path) -> set[Path]:
+    return {path for path in root.rglob("*") if (root / "report") not in [path, *path.parents]}
+
+
+def check_states(points: dict[str, dict[str, Any]]) -> None:
+    assert {name: points[name]["state"] for name in NAMES} == {
+        "new": "not started",
+        "queued": "queued",
+        "running": "running",
+        "done": "done",
+        "failed": "failed",
+        "stopped": "stopped",
+        "lost": "failed",
+    }
+    assert (points["queued"]["job"], points["running"]["job"]) == ("7", "8")
+    assert points["failed"]["reason"] == "boom" and "before it began" in points["lost"]["reason"]
+    assert [points[name]["updates"] for name in NAMES] == [0, 0, 2, 4, 1, 1, 0]
+    assert points["new"]["updates_planned"] is None and points["running"]["updates_planned"] == 4
+
+
+def check_figures(points: dict[str, dict[str, Any]]) -> None:
+    done, running = points["done"], points["running"]
+    assert done["before"]["pass@1"] == 0.25 and done["after"]["pass@1"] == 0.75
+    assert done["difference"]["pass@1"] == 0.5 and done["after"]["harnesses"]["pi"]["pass@1"] == 1.0
+    assert done["wall_s"] == 96.0 and done["reward"] == pytest.approx(0.4) and done["provisional"] is False
+    assert running["before"]["pass@1"] == 0.375 and running["after"] is None and running["wall_s"] is None
+    assert points["new"]["before"] is None and points["new"]["reward"] is None
+
+
+def check_table(table: list[str]) -> None:
+    whole = "| done | done | 4/4 | 0.400 | 25.0% of 8 (7 to 59) | 75.0% of 8 (41 to 93) | +50.0"
+    assert any(line.startswith(whole) and line.endswith(" 1.6 min |") for line in table)
+    assert any(
+        line.startswith("| running | running | 2/4 | 0.200 | 37.5% of 8") and "| – | – |" in line for line in table
+    )
+    assert any(line.startswith("| done | pi | 0.0% of 4") and "100.0% of 4" in line for line in table), "by harness"
+    assert "| new | not started | – | – | – | – | – | – |" in table
+    assert "failed: boom" in table
+
+
+def test_a_half_finished_evaluation_is_provisional(root: Path) -> None:
+    next(iter((root / "done" / "evaluation" / "after").glob("pi-3*"))).unlink()
+    report_sweep(root)
+    assert read(root)["done"]["provisional"] is True
+    assert "Provisional, some rollouts are ungraded: done." in (root / "report" / "table.md").read_text()
+
+
+def test_yoke_report_takes_a_sweep_or_a_run_as_a_word(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    anything = compose_config([])
+    monkeypatch.setattr(jobs, "_report", lambda config, run: run.root.name)
+    assert jobs.report(anything, [str(root / "done")]) == "done"
+    assert jobs.report(anything, [str(root)]) == 0 and read(root)
+    with pytest.raises(UserError, match="is no run directory"):
+        jobs.report(anything, [str(root / "nothing")])
+    with pytest.raises(UserError, match="takes one run or sweep, not 2"):
+        jobs.report(anything, ["a", "b"])
+
+
+def test_a_damaged_sweep_is_told(root: Path) -> None:
+    (root / "sweep.json").write_text("{}")
+    with pytest.raises(UserError, match="is no sweep's directory"):
+        report_sweep(root)
+
+
+def test_a_silent_slurm_hides_nothing_but_the_state(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def queued(run: RunDirectory) -> None:
+        raise SlurmError("squeue did not answer within 30 s")
+
+    monkeypatch.setattr(run_state, "queued", queued)
+    assert standing(RunDirectory(root / "done")).state is State.DONE
+    now = standing(RunDirectory(root / "running"))
+    assert now.state is State.UNKNOWN and "did not answer" in now.reason
