@@ -78,6 +78,10 @@ JOBS: dict[str, Job] = {
         "pipeline.launch.harnesses:run",
         words="list | install NAME… | check NAME… | table NAME… | lock NAME… (--all: every harness)",
     ),
+    "simulate": Job(
+        "what a job of these settings would do on 1 to 128 nodes, on a virtual clock (docs/scale.md)",
+        "pipeline.launch.simulate:run",
+    ),
     "check": Job("look at every setting and every task without starting anything", "check"),
 }
 

@@ -276,6 +276,30 @@ class ProxyConfig:
 
 
 @dataclass
+class SimulateConfig:
+    """`yoke simulate`: how long things take, and what goes wrong."""
+
+    nodes: list[int] = field(default_factory=lambda: [1, 2, 4, 8, 16, 32, 64, 128])
+    per_node: bool = True  # groups_per_update and max_outstanding_rollouts are for one node, and grow with the nodes
+    updates: int = 8  # the first ones of the run
+    rollout_s: float = 60.0  # median
+    spread: float = 0.8  # standard deviation of the logarithm
+    slower: dict[str, float] = field(default_factory=dict)  # harness: how many times as long its rollouts take
+    update_s: float = 40.0
+    sync_s: float = 2.0
+    checkpoint_s: float = 10.0
+    start_s: float = 60.0
+    call_s: float = 0.002
+    no_contrast: float = 0.3
+    ungraded: float = 0.01
+    engine_loss_h: float = 0.0  # between two losses of one node's engine; 0 = never
+    engine_back_s: float = 300.0
+    interruption_h: float = 0.0  # between two of the whole job; 0 = never
+    warned: float = 0.5
+    requeue_s: float = 120.0
+
+
+@dataclass
 class StageConfig:
     """For a stage that is run by itself."""
 
@@ -317,4 +341,5 @@ class Config:
     proxy: ProxyConfig = field(default_factory=ProxyConfig)
     stage: StageConfig = field(default_factory=StageConfig)
     sweep: SweepConfig = field(default_factory=SweepConfig)
+    simulate: SimulateConfig = field(default_factory=SimulateConfig)
     experiment: Any = None

@@ -8,6 +8,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from pipeline.stages.flow import GroupFlow, ReadyGroup
 from pipeline.stages.outcome import harness_failed
 
 LONG_POLL_S = 5.0
+AUDIT_S = 10.0  # leases are compared this often with what the engine ranks say they have
 ERRORS_KEPT = 5
 
 
@@ -50,8 +52,15 @@ class Coordinator:
     Methods named in `methods` run on server threads; the rest on the trainer's.
     """
 
-    def __init__(self, config: Config, attempt: Attempt, flow: GroupFlow | None) -> None:
-        self.config, self.attempt, self.flow = config, attempt, flow
+    def __init__(
+        self,
+        config: Config,
+        attempt: Attempt,
+        flow: GroupFlow | None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """``clock`` in seconds, of any origin; simulations give their own."""
+        self.config, self.attempt, self.flow, self._clock = config, attempt, flow, clock
         self.engines: dict[str, Engine] = {}  # those whose vLLM is up
         self.seen: dict[str, float] = {}  # engine rank → when it last called
         self.stats: dict[str, dict[str, Any]] = {}
@@ -68,6 +77,9 @@ class Coordinator:
         self._changed = threading.Condition()  # re-entrant
         self._reward = load_reward(**asdict(config.reward))
         self._event_count = 0
+        self._held: dict[str, frozenset[str]] = {}  # engine rank → groups that it says it works on
+        self._unheld: frozenset[tuple[str, int]] = frozenset()  # leases that nobody held at the last audit
+        self._audit_due = self._clock() + AUDIT_S
 
     @property
     def methods(self) -> dict[str, Any]:
@@ -88,7 +100,7 @@ class Coordinator:
     def register(self, engine: str, url: str, control_url: str) -> dict[str, Any]:
         """An engine rank's vLLM is up, for the first time or again. It gets weights before it gets groups."""
         with self._changed:
-            self.seen[engine] = time.monotonic()
+            self.seen[engine] = self._clock()
             self.engines[engine] = Engine(engine, url, control_url)
             self._changed.notify_all()
         return {}
@@ -99,11 +111,14 @@ class Coordinator:
             self.engines.pop(engine, None)
         return {}
 
-    def heartbeat(self, engine: str, stats: dict[str, Any]) -> dict[str, Any]:
-        """Answers whether to stop, and whether this engine rank is known: one that was given up registers again."""
+    def heartbeat(self, engine: str, stats: dict[str, Any], held: list[str]) -> dict[str, Any]:
+        """``held``: the groups that it works on. Answers whether to stop, and whether this engine rank is known: one
+        that was given up registers again.
+        """
         with self._changed:
-            self.seen[engine] = time.monotonic()
+            self.seen[engine] = self._clock()
             self.stats[engine] = stats
+            self._held[engine] = frozenset(held)
             return {"stop": self._stopping, "known": engine in self.engines}
 
     def fail(self, engine: str, reason: str) -> dict[str, Any]:
@@ -120,15 +135,15 @@ class Coordinator:
             self._changed.notify_all()
         return {}
 
-    def lease(self, engine: str) -> dict[str, Any]:
-        """Work for ``engine``: waits up to LONG_POLL_S for some, then answers {"work": None}."""
-        deadline = time.monotonic() + LONG_POLL_S
+    def lease(self, engine: str, wait_s: float = LONG_POLL_S) -> dict[str, Any]:
+        """Work for ``engine``: waits up to ``wait_s`` for some, then answers {"work": None}."""
+        deadline = self._clock() + wait_s
         with self._changed:
             while True:
                 if self._stopping:
                     return {"work": None, "stop": True}
                 work = self._work_for(engine)
-                left = deadline - time.monotonic()
+                left = deadline - self._clock()
                 if work is not None or left <= 0:
                     return {"work": work, "stop": False}
                 self._changed.wait(left)
@@ -152,7 +167,10 @@ class Coordinator:
 
     def close(self, engine: str, work: dict[str, Any], path: str) -> dict[str, Any]:
         """A group is done: its rollouts lie in the Parquet file ``path``."""
-        records = read_group(Path(path))
+        return self.take_back(engine, work, read_group(Path(path)))
+
+    def take_back(self, engine: str, work: dict[str, Any], records: tuple[RolloutRecord, ...]) -> dict[str, Any]:
+        """The rollouts of ``work``, which ``engine`` had, have ended."""
         if work["kind"] == "train":
             records = score(records, self._reward)  # the user's function may be slow: not under the lock
         with self._changed:
@@ -234,7 +252,7 @@ class Coordinator:
 
     def _node_now(self, name: str) -> dict[str, Any]:
         engine, seen = self.engines.get(name), self.seen.get(name)
-        silent_s = None if seen is None else round(time.monotonic() - seen, 1)
+        silent_s = None if seen is None else round(self._clock() - seen, 1)
         return node_overview(name, self.stats.get(name, {}), engine.weights if engine else None, silent_s)
 
     def _phase_now(self) -> dict[str, Any]:
@@ -287,18 +305,40 @@ class Coordinator:
 
     def lost_engines(self, silence_s: float) -> list[str]:
         """Engine ranks that were silent for ``silence_s``; their groups and cells go back to the queue."""
-        now = time.monotonic()
+        now = self._clock()
         with self._changed:
             lost = [name for name, seen in self.seen.items() if now - seen > silence_s]
             for name in lost:
                 del self.seen[name]
                 self.engines.pop(name, None)
                 self.stats.pop(name, None)
+                self._held.pop(name, None)
                 if self.flow is not None:
                     self.flow.release_engine(name)
                 if self._cells is not None:
                     self._cells.release(name)
+            if lost or self._audit(now):
+                self._changed.notify_all()
         return lost
+
+    def _audit(self, now: float) -> bool:
+        """Take back what its engine rank did not know of twice in a row: the answer to its lease was lost on the way,
+        or the rank was started anew before anyone missed it. Returns whether there was such a lease.
+        """
+        giver = self._cells or self.flow
+        if giver is None or now < self._audit_due:
+            return False
+        self._audit_due = now + AUDIT_S
+        heard = {name: held for name, held in self._held.items() if now - self.seen.get(name, now) < AUDIT_S}
+        unheld = [
+            (group_id, number) for group_id, number, name in giver.out if group_id not in heard.get(name, {group_id})
+        ]
+        again = [group_id for group_id, number in unheld if (group_id, number) in self._unheld]
+        self._unheld = frozenset(unheld)
+        for group_id in again:
+            giver.give_back(group_id)
+            self._note(group_id, "reclaimed", "its engine rank does not know of it")
+        return bool(again)
 
     def wait(self, seconds: float) -> None:
         """Until something changed, at most ``seconds``."""
@@ -314,7 +354,7 @@ class Coordinator:
     def take_batch(self) -> list[ReadyGroup] | None:
         assert self.flow is not None
         with self._changed:
-            return self.flow.take_batch(time.monotonic())
+            return self.flow.take_batch(self._clock())
 
     def finish_update(self, batch: list[ReadyGroup]) -> Progress:
         """Counts the update in the flow. Returns the figures of the groups closed since the one before."""

@@ -29,7 +29,7 @@ from pipeline.records import GroupSpec, PolicyVersion, RolloutRecord
 from pipeline.report.store import read_group, write_group
 from pipeline.sandbox.base import make_sandbox
 from pipeline.stages.evaluation import is_graded, merge, read_cell
-from pipeline.stages.flow import is_ancestor
+from pipeline.stages.flow import is_usable
 from pipeline.stages.rollout import Workshop
 
 log = logging.getLogger("yoke.engine")
@@ -266,7 +266,7 @@ class EngineRank:
             for path in (self._rollout_file(earlier, spec, index), earlier.groups / f"{spec.group_id}.parquet"):
                 if number < self.attempt.number and path.exists():
                     record = next((record for record in read_group(path) if record.index == index), None)
-                    if record and is_graded(record) and _usable(record, work):
+                    if record and is_graded(record) and is_usable(record, work["keep_from"], work["lineage"]):
                         return record
         return None
 
@@ -277,7 +277,7 @@ class EngineRank:
         while True:
             await asyncio.sleep(HEARTBEAT_S)
             try:
-                answer = await self._call("heartbeat", 10.0, stats=self._stats())
+                answer = await self._call("heartbeat", 10.0, stats=self._stats(), held=list(self.groups))
             except RpcError as error:
                 if time.monotonic() - last_answer > COORDINATOR_SILENCE_S:
                     raise RuntimeError(f"the coordinator was silent for {COORDINATOR_SILENCE_S:g} s") from error
@@ -325,11 +325,6 @@ class EngineRank:
         self.control.stop()
         self.calls.shutdown(wait=False)
         shutil.rmtree(self.scratch, ignore_errors=True)
-
-
-def _usable(record: RolloutRecord, work: dict[str, Any]) -> bool:
-    fresh = record.version.n >= work["keep_from"]
-    return fresh and all(is_ancestor(v, work["lineage"]) for v in (record.version, record.newest_version))
 
 
 def run_engine(config: Config, attempt: Attempt, node: int, snapshots: Path | None = None) -> None:

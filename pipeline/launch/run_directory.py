@@ -171,6 +171,7 @@ FREE = (
     "collect",
     "sft",
     "sweep",
+    "simulate",
 )
 _FREE_KEYS = ("mix.readmit", "mix.set_aside_after")
 

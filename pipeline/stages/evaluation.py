@@ -92,9 +92,18 @@ class Cells:
     def release(self, engine: str) -> None:
         """An engine rank is gone: its open cells wait again, without costing a try."""
         for group_id in [group_id for group_id, cell in self._open.items() if cell.engine == engine]:
-            cell = self._open.pop(group_id)
-            cell.tries -= 1
-            self._waiting.append(cell)
+            self.give_back(group_id)
+
+    @property
+    def out(self) -> list[tuple[str, int, str]]:
+        """(cell, try, engine) of every cell that is being rolled out."""
+        return [(group_id, cell.tries, cell.engine) for group_id, cell in self._open.items()]
+
+    def give_back(self, group_id: str) -> None:
+        """Nobody rolls this cell out any more: it waits again, without having cost a try."""
+        cell = self._open.pop(group_id)
+        cell.tries -= 1
+        self._waiting.append(cell)
 
     @property
     def done(self) -> bool:

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 from pipeline.config import AlgorithmConfig
-from pipeline.records import GroupSpec, PolicyVersion, TrainGroup
+from pipeline.records import GroupSpec, PolicyVersion, RolloutRecord, TrainGroup
 from pipeline.stages.schedule import Schedule
 
 
@@ -59,6 +59,12 @@ def is_ancestor(version: PolicyVersion, lineage: Sequence[Sequence[int]]) -> boo
     return False
 
 
+def is_usable(record: RolloutRecord, keep_from: int, lineage: Sequence[Sequence[int]]) -> bool:
+    """Whether a rollout of an earlier attempt is fresh enough, and of weights that led to the present ones."""
+    fresh = record.version.n >= keep_from
+    return fresh and all(is_ancestor(version, lineage) for version in (record.version, record.newest_version))
+
+
 @dataclass(frozen=True)
 class Lease:
     """A group that an engine rank is rolling out. ``floor``: no call of it can be older than this version."""
@@ -76,10 +82,6 @@ class ReadyGroup:
     group: TrainGroup
     version: PolicyVersion
     spec: GroupSpec
-
-    @property
-    def size(self) -> int:
-        return self.spec.size
 
 
 class GroupFlow:
@@ -119,7 +121,7 @@ class GroupFlow:
     @property
     def outstanding_rollouts(self) -> int:
         """Rollouts that were handed out or wait for their update."""
-        return sum(lease.spec.size for lease in self.leases.values()) + sum(ready.size for ready in self.ready)
+        return (len(self.leases) + len(self.ready)) * self.schedule.group_size
 
     def lease(self, engine: str, serves: PolicyVersion) -> Lease | None:
         """The next group for ``engine``, which now serves ``serves``.
@@ -164,6 +166,15 @@ class GroupFlow:
     def _give_back(self, lease: Lease) -> None:
         del self.leases[lease.spec.group_id]
         self.pending.appendleft(lease.spec)
+
+    @property
+    def out(self) -> list[tuple[str, int, str]]:
+        """(group, number of the lease, engine) of every group that is being rolled out."""
+        return [(group_id, lease.lease_id, lease.engine) for group_id, lease in self.leases.items()]
+
+    def give_back(self, group_id: str) -> None:
+        """Nobody rolls this group out any more: it is the next one."""
+        self._give_back(self.leases[group_id])
 
     def holds(self, group_id: str, lease_id: int) -> bool:
         """False for a group that was dropped or given to another engine meanwhile: its result must be ignored."""

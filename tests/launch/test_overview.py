@@ -38,8 +38,8 @@ def test_it_tells_the_queue_the_counts_and_each_node(tmp_path: Path) -> None:
     coordinator = make_coordinator(tmp_path / "run")
     coordinator.register("node0", "http://x", "http://y")
     coordinator.set_weights(coordinator.engines["node0"], "1.0")
-    coordinator.heartbeat("node0", STATS)
-    coordinator.heartbeat("node1", STATS | {"queued": 5})  # its vLLM starts
+    coordinator.heartbeat("node0", STATS, [])
+    coordinator.heartbeat("node1", STATS | {"queued": 5}, [])  # its vLLM starts
     coordinator.set_phase("train")
     assert coordinator.lease("node0")["work"]
     for number in range(ERRORS_KEPT + 2):
