@@ -83,7 +83,7 @@ LAUNCHERS = {"local": _train_here, "slurm": slurm.launch, "allocation": allocati
 
 def check(config: Config) -> int:
     """Every setting and every task, without starting a run."""
-    preflight.check_settings(config)
+    say(f"sandbox: {preflight.check_settings(config)}")
     with tempfile.TemporaryDirectory() as scratch:
         run = RunDirectory(Path(scratch))
         say(f"settings are fine; {check_all(config, run)} tasks are: the oracle scores 1, doing nothing scores 0")
@@ -261,7 +261,7 @@ def _open(config: Config, joins: bool = False) -> RunDirectory:
         raise UserError(
             f"{run.root} is in use by job {job[0]} ({job[1].lower()}): wait for it, or yoke stop {run.root}"
         )
-    preflight.check_settings(config, port_is_ours=bool(running))
+    say(f"sandbox: {preflight.check_settings(config, port_is_ours=bool(running))}")
     if config.tasks.kind == "harbor":
         preflight.check_tasks_readable(config, run)
     if config.fresh and not allocation.restarted():

@@ -15,16 +15,18 @@ from pipeline.harness.base import HarnessRecipe, get_harness, harness_root
 from pipeline.launch.data import load_split
 from pipeline.launch.run_directory import RunDirectory
 from pipeline.launch.slurm import SET_BY_US
-from pipeline.sandbox.base import make_sandbox
+from pipeline.sandbox.base import choose_sandbox
+from pipeline.sandbox.images import fetch_image
 from pipeline.stages.advantage import load_reward
 from pipeline.stages.schedule import weighted_cycle
 
 ROOM_GB = 1.0
 
 
-def check_settings(config: Config, port_is_ours: bool = False) -> None:
-    """Raises UserError, naming the setting and what to do, for the first thing that cannot work.
+def check_settings(config: Config, port_is_ours: bool = False) -> str:
+    """Returns which sandbox agents will run in, and why.
 
+    Raises UserError, naming the setting and what to do, for the first thing that cannot work.
     ``port_is_ours``: the run is going on, so its own engine holds the port.
     """
     _check_numbers(config)
@@ -36,10 +38,11 @@ def check_settings(config: Config, port_is_ours: bool = False) -> None:
     load_reward(**asdict(config.reward))
     transfer_kind(config.engine.weight_transfer)
     if config.cluster.name == "slurm":  # ports and sandboxes are those of its nodes
-        return
+        fetch_image(config.sandbox)  # here, where a network may be
+        return f"{config.sandbox.kind}, tried on the nodes at the job's start"
     if not port_is_ours:
         reserve_port(config.engine.port).close()
-    make_sandbox(config.sandbox)
+    return choose_sandbox(config.sandbox)[1]
 
 
 def _check_cluster(cluster: ClusterConfig) -> None:

@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import csv
 import io
+import itertools
 import json
 import os
 import re
@@ -22,7 +23,7 @@ import sys
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from pipeline.config import SandboxConfig, UserError
@@ -126,7 +127,8 @@ class ApptainerSandbox:
     def __init__(self, config: SandboxConfig) -> None:
         self._config = config
         self._program = find_apptainer()
-        self._image = self._find_image()
+        self._images = self._find_images()
+        self._image = self._images[0]
         self._filter = seccomp.program(nesting=False)
 
     @property
@@ -134,15 +136,15 @@ class ApptainerSandbox:
         """Of the program."""
         return self._program.version
 
-    def _find_image(self) -> Image:
-        if self._config.image:
-            image = find(self._config.image, self._program.path, self._config.pull_timeout_s)
-        else:
-            image = host_system(os.path.realpath(sys.executable), HOST_ETC)
-        base = os.path.realpath(sys.base_prefix)
-        if Path(base).is_relative_to("/usr"):
-            return image
-        return Image(image.path, (*image.binds, (base, base)), os.path.realpath(sys.executable))
+    def _find_images(self) -> list[Image]:
+        """The file system, with each Python that process 1 could run on: this one, and an image's own."""
+        python, base = os.path.realpath(sys.executable), os.path.realpath(sys.base_prefix)
+        in_system = Path(base).is_relative_to("/usr")
+        if not self._config.image:
+            image = host_system(python, HOST_ETC)
+            return [image if in_system else replace(image, binds=(*image.binds, (base, base)))]
+        image = find(self._config.image, self._program.path, self._config.pull_timeout_s)
+        return [*(() if in_system else (replace(image, binds=((base, base),), python=python),)), image]
 
     def probe(self) -> str | None:
         """Build one sandbox around `true`, by the first way that works. Returns why none did, or None."""
@@ -150,18 +152,18 @@ class ApptainerSandbox:
             return thread.submit(asyncio.run, self._probe()).result()
 
     async def _probe(self) -> str | None:
-        complaints = []
-        for mode in MODES:
-            self._program = Program(self._program.path, self._program.version, mode)
+        complaints: dict[str, list[str]] = {}
+        for image, mode in itertools.product(self._images, MODES):
+            self._image, self._program = image, replace(self._program, mode=mode)
             try:
                 ended = await (await self.launch(SandboxSpec(("true",), timeout_s=START_S))).wait()
+                if ended.returncode == 0:
+                    return None
+                complaint = f"`true` ended with {ended.returncode}"
             except SandboxError as error:
-                complaints.append(f"{' '.join(mode) or 'set-user-id'}: {error}")
-                continue
-            if ended.returncode == 0:
-                return None
-            complaints.append(f"`true` ended with {ended.returncode}")
-        return "; ".join(complaints)
+                complaint = str(error)
+            complaints.setdefault(complaint, []).append(" ".join(mode) or "set-user-id")
+        return "; ".join(f"{' and '.join(dict.fromkeys(ways))}: {text}" for text, ways in complaints.items())
 
     async def launch(self, spec: SandboxSpec) -> RunningSandbox:
         """See Sandbox.launch."""

@@ -138,8 +138,8 @@ def choose_sandbox(config: SandboxConfig) -> tuple[Sandbox, str]:
         else:
             why = "; ".join(complaints) or ("it works here" if config.kind == "auto" else "as set")
             return sandbox, f"{what} ({why})"
-    if wanted == ("apptainer",):
-        raise UserError(complaints[0])
+    if config.image or wanted == ("apptainer",):
+        raise UserError(complaints[-1])
     raise UserError(f"no sandbox can be built here. {'; '.join(complaints)}. {NAMESPACES}. {UNSAFE}")
 
 

@@ -19,7 +19,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from pipeline.config import UserError, yoke_home
+from pipeline.config import SandboxConfig, UserError, yoke_home
 from pipeline.sandbox.base import HOME
 
 logger = logging.getLogger(__name__)
@@ -108,8 +108,17 @@ def find(name: str, program: str, timeout_s: float) -> Image:
         return Image(path)
     target = kept_as(name)
     if not target.exists():
+        if not program:
+            by_hand = f"run: {_pull(name, target)}   then copy the file to {target}"
+            raise UserError(f"sandbox.image={name}: no apptainer in PATH to fetch it with; where one is, {by_hand}")
         _fetch_once(name, target, program, timeout_s)
     return Image(target)
+
+
+def fetch_image(config: SandboxConfig) -> None:
+    """Have the image of ``config`` at hand, before a job is sent to nodes without a network. Raises UserError."""
+    if config.image and not ("://" in config.image and kept_as(config.image).exists()):
+        find(config.image, shutil.which("apptainer") or "", config.pull_timeout_s)
 
 
 def kept_as(address: str) -> Path:
@@ -200,13 +209,17 @@ def _advice(name: str, target: Path, ended: int | None, words: Path) -> str:
     """One line: what failed, in apptainer's own words, and what to do."""
     text = words.read_text(errors="replace").strip()
     last = text.splitlines()[-1] if text else f"exit {ended}"
-    command = shlex.join(["apptainer", "pull", target.name, name])
+    command = _pull(name, target)
     if ended is None:
         limit = "sandbox.pull_timeout_s"
         return f"fetching {name} took longer than {limit}: raise it, or run: {command}   then copy the file to {target}"
     known = (advice for signs, advice in ADVICE if any(sign in text.lower() for sign in signs))
     advice = next(known, "try by hand: {command}   then copy the file to {target}")
     return f"cannot fetch {name}: {last}; {advice.format(folder=target.parent, command=command, target=target)}"
+
+
+def _pull(name: str, target: Path) -> str:
+    return shlex.join(["apptainer", "pull", target.name, name])
 
 
 def _part_of(target: Path) -> Path:
