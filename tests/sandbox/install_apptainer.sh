@@ -1,9 +1,12 @@
 #!/usr/bin/env bash
-# Puts a real Apptainer into $1 (default: $YOKE_HOME/apptainer) for the tests of its sandbox, without changing the system.
+# Puts a real Apptainer into $1 for the tests of its sandbox, without changing the system. Default: /opt/yoke-apptainer,
+# for a user that is not root $YOKE_HOME/apptainer.
 # Debian has it in its newest suite only, so it comes with that suite's C library, found by a path of its own.
 # Needs a Debian machine; as root it also installs what .sif images need. `export PATH=$1/usr/bin:$PATH` to use it.
 set -euo pipefail
-prefix=${1:-${YOKE_HOME:-$HOME/.cache/yoke}/apptainer}
+prefix=${YOKE_HOME:-$HOME/.cache/yoke}/apptainer
+[ "$(id -u)" -ne 0 ] || prefix=/opt/yoke-apptainer # where other users can read it
+prefix=${1:-$prefix}
 if [ -x "$prefix/usr/bin/apptainer" ]; then
     "$prefix/usr/bin/apptainer" --version
     exit

@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 from harness_installs import runnable
+from real_apptainer import INSTALLED, ISOLATED
 
 from pipeline.capture.supervisor import ShardSupervisor
 from pipeline.config import HarnessConfig, SandboxConfig
@@ -49,6 +50,7 @@ COMMAND = f"python3 prober.py > report.json 2> errors; printf '%s' '{ANSWER}' > 
 class Found:
     """The prober's report, and the rollout as the host has it."""
 
+    kind: str
     report: dict[str, Any]
     record: RolloutRecord
     trace: Trace
@@ -82,7 +84,7 @@ def task(place: Path, targets: dict[str, Any], verifier: str) -> Path:
     return place
 
 
-async def rolled_out(place: Path, targets: dict[str, Any], verifier: str) -> Found:
+async def rolled_out(kind: str, place: Path, targets: dict[str, Any], verifier: str) -> Found:
     """The agent runs COMMAND by its shell tool, then ends."""
     recipe = get_harness(HARNESS)
     shell = recipe.shell.filled(command=COMMAND)
@@ -103,7 +105,7 @@ async def rolled_out(place: Path, targets: dict[str, Any], verifier: str) -> Fou
             (place / name).mkdir()
         limits = HarnessConfig(timeout_s=180, retries=0)
         workshop = Workshop(
-            make_sandbox(SandboxConfig()),
+            make_sandbox(SandboxConfig(kind=kind)),
             supervisor,
             limits,
             place / "scratch",
@@ -117,11 +119,11 @@ async def rolled_out(place: Path, targets: dict[str, Any], verifier: str) -> Fou
     snapshot = place / "snapshots" / "g" / "0"
     assert record.outcome is not Outcome.INFRASTRUCTURE, record.verdict
     assert (snapshot / "errors").read_text() == ""
-    return Found(json.loads((snapshot / "report.json").read_text()), record, trace, snapshot)
+    return Found(kind, json.loads((snapshot / "report.json").read_text()), record, trace, snapshot)
 
 
-@pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Found]:
+@pytest.fixture(scope="module", params=ISOLATED)
+def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Found]:
     assert install([HARNESS], harness_root()) == {}
     place = tmp_path_factory.mktemp("host")
     words = [secrets.token_hex(12) for _ in range(4)]
@@ -129,6 +131,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Found]:
     (place / "secret").write_text(in_file)
     with ExitStack() as stack, pytest.MonkeyPatch.context() as patch:
         patch.setenv("HOST_SECRET", in_environment)
+        patch.setenv("PATH", f"{INSTALLED}:{os.environ['PATH']}")
         port = stack.enter_context(socket.create_server(("127.0.0.1", 0))).getsockname()[1]
         abstract = f"yoke-test-{os.getpid()}"
         for name in ("\0" + abstract, str(place / "socket")):
@@ -152,7 +155,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Found]:
             "node": NODE_INSIDE,
             "numbers": {name: numbers[MACHINES[os.uname().machine][1]] for name, numbers in REFUSED.items()},
         }
-        yield asyncio.run(rolled_out(place, targets, verifier))
+        yield asyncio.run(rolled_out(request.param, place, targets, verifier))
 
 
 @pytest.mark.parametrize("name", BUILT_IN)
@@ -184,20 +187,26 @@ def test_no_file_of_the_host_and_none_of_the_verifier(found: Found) -> None:
 
 def test_nothing_can_be_written_but_what_is_the_agents(found: Found) -> None:
     files = found.report["files"]
-    assert len(files["written"]) == 9 and worked(files["written"]) == []
+    assert len(files["written"]) == 9
+    if found.kind == "apptainer":  # its /proc is not read-only as a whole: what is a process's own can be opened
+        for name in ("/proc/self/mem", "/proc/self/uid_map", "/proc/1/oom_score_adj"):
+            del files["written"][name]
+        assert worked({"/dev": files["made"].pop("/dev")})  # a memory file system of its own, which is watched
+    assert worked(files["written"]) == []
     assert files["written"]["/proc/sys/kernel/core_pattern"] == "EROFS"
-    assert len(files["made"]) == 8 and worked(files["made"]) == []
+    assert len(files["made"]) >= 7 and worked(files["made"]) == []
     assert files["hard link"] in ("EXDEV", "EROFS", "EPERM")
 
 
 def test_no_rights_can_be_had(found: Found) -> None:
     files, processes = found.report["files"], found.report["processes"]
-    assert files["setuid"] == ["1000", "1000"]
-    assert files["may set users"] == []
-    assert all(place.startswith("/dev/") for place in files["may hold devices"])
+    assert files["setuid"] == [{"bubblewrap": "1000", "apptainer": str(os.getuid())}[found.kind]] * 2
+    if found.kind == "bubblewrap":  # Apptainer trusts that there are no new privileges and no right to make devices
+        assert files["may set users"] == []
+        assert all(place.startswith("/dev/") for place in files["may hold devices"])
     assert files["device"] == "EPERM"
     assert set(files["devices"]) <= set(
-        "core fd full null ptmx pts random shm stderr stdin stdout tty urandom zero".split()
+        "core fd full mqueue null ptmx pts random shm stderr stdin stdout tty urandom zero".split()
     )
     assert processes["capabilities"] == ["0" * 16] * 5
 
@@ -205,7 +214,11 @@ def test_no_rights_can_be_had(found: Found) -> None:
 def test_no_process_of_the_host_and_no_environment(found: Found) -> None:
     processes = found.report["processes"]
     assert len(processes["pids"]) < 10
-    assert processes["environment of 1"] == "PATH=/usr/local/bin:/usr/bin:/bin\0"
+    if found.kind == "apptainer":
+        theirs = ("APPTAINER_", "SINGULARITY_", "PATH=", "HOME=", "LANG=", "PWD=", "PS1=", "PROMPT_COMMAND=")
+        assert [v for v in processes["environment of 1"].split("\0") if v and not v.startswith(theirs)] == []
+    else:
+        assert processes["environment of 1"] == "PATH=/usr/local/bin:/usr/bin:/bin\0"
     assert processes["with secrets"] == []
     assert processes["signal the host"] == "ESRCH"
     assert set(processes["limits"]) == {"processes", "open files", "file size", "core file size"}

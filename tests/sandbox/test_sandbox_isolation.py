@@ -14,13 +14,14 @@ import tempfile
 from pathlib import Path
 
 import pytest
-from real_apptainer import ISOLATED
+from real_apptainer import INSTALLED, ISOLATED
 
 from pipeline.config import SandboxConfig, UserError
 from pipeline.sandbox import SandboxError, SandboxExit, SandboxSpec, make_sandbox
 from pipeline.sandbox.bubblewrap import find_bwrap
 
 ROOT = Path(__file__).parents[2]
+NOBODY = 65534
 SYSTEM_PYTHON = shutil.which(f"python3.{sys.version_info.minor}", path="/usr/bin")
 
 
@@ -226,7 +227,7 @@ from pathlib import Path
 from pipeline.config import SandboxConfig
 from pipeline.sandbox import SandboxSpec, make_sandbox
 async def main():
-    sandbox = make_sandbox(SandboxConfig(processes=64))
+    sandbox = make_sandbox(SandboxConfig(kind=sys.argv[2], processes=64))
     for port in (None, 8000):
         many = "for i in $(seq 200); do sleep 3 & done 2>&1 | grep -m1 -o 'Resource temporarily'"
         script = "id -u; touch made-$0; " + many
@@ -241,21 +242,23 @@ asyncio.run(main())
 
 @pytest.mark.skipif(os.getuid() != 0, reason="all other tests of this file run as a plain user")
 @pytest.mark.skipif(SYSTEM_PYTHON is None, reason="needs a system Python of this version, which every user can read")
-def test_works_for_a_plain_user_with_a_process_limit():
+def test_works_for_a_plain_user_with_a_process_limit(kind):
     with tempfile.TemporaryDirectory() as folder:
-        os.chown(folder, 12345, 12345)
+        os.chown(folder, NOBODY, NOBODY)
         path = ":".join([str(ROOT), *(entry for entry in sys.path if entry.endswith("site-packages"))])
         done = subprocess.run(
-            [SYSTEM_PYTHON, "-B", "-c", AS_USER, folder],
-            env={"PYTHONPATH": path, "PATH": "/usr/bin:/bin"},
-            **{"user": 12345, "group": 12345, "extra_groups": [], "cwd": "/"},
+            [SYSTEM_PYTHON, "-B", "-c", AS_USER, folder, kind],
+            env={"PYTHONPATH": path, "PATH": f"{INSTALLED}:/usr/bin:/bin", "YOKE_HOME": f"{folder}/home"},
+            **{"user": NOBODY, "group": NOBODY, "extra_groups": [], "cwd": "/"},
             capture_output=True,
             text=True,
             timeout=60,
             check=False,
         )
         log = Path(folder, "log").read_text() if done.returncode == 0 else done.stderr
-        assert log.splitlines() == ["1000", "Resource temporarily"] * 2, log
+        assert (
+            log.splitlines() == [{"bubblewrap": "1000", "apptainer": str(NOBODY)}[kind], "Resource temporarily"] * 2
+        ), log
         assert done.stdout.count("returncode=0, timed_out=False, killed=None") == 2
         assert {"made-None", "made-8000"} <= set(os.listdir(folder))
 
