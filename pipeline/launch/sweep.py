@@ -6,9 +6,10 @@ Given again, the same command leaves what is finished or on its way, and starts 
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from hydra.core.override_parser.types import Override
 from rich.box import SIMPLE_HEAD
@@ -17,12 +18,15 @@ from rich.table import Table
 
 from pipeline.config import UserError
 from pipeline.launch import jobs
-from pipeline.launch.run_state import State, standing
+from pipeline.launch.slurm import own_job
+from pipeline.launch.status import RunWatcher, Watch
 from pipeline.launch.sweep_points import RECORD, Compose, Member, Point, is_sweep, plan, read_members
 from pipeline.report.store import write_json
 from pipeline.stages.evaluation import INCOMPLETE
 
 SCHEMA = 1
+ON_ITS_WAY = ("queued", "running")
+Standing = Mapping[str, Any]
 
 
 def run(overrides: Sequence[Override], compose: Compose) -> int:
@@ -33,18 +37,33 @@ def run(overrides: Sequence[Override], compose: Compose) -> int:
     """
     root, points = plan(overrides, compose)
     members = _join(root, points)
-    _check_fresh(points)
+    standings = look(root, [point.name for point in points])
+    _check_fresh(points, standings)
     if points[0].config.dry_run:
         return _show_plan(root, points)
     words = [str(override.input_line) for override in overrides]
     write_json(root / RECORD, {"schema": SCHEMA, "words": words, "points": [asdict(member) for member in members]})
-    codes = [_start(point, f"{number} of {len(points)}") for number, point in enumerate(points, 1)]
+    codes = [
+        _start(point, standing, f"{number} of {len(points)}")
+        for number, (point, standing) in enumerate(zip(points, standings, strict=True), 1)
+    ]
     if points[0].config.cluster.name == "slurm":
         _tell_jobs(root, points)
     else:
         _report(root)
     failed = any(code not in (0, INCOMPLETE) for code in codes)
     return 1 if failed else max(codes)
+
+
+def look(root: Path, names: Sequence[str]) -> Sequence[Standing]:
+    """How each run of a sweep stands now, as `yoke status --json` tells it."""
+    return Watch([RunWatcher(root / name) for name in names]).look()
+
+
+def job_of(standing: Standing) -> str | None:
+    """The id of a run's Slurm job."""
+    job = standing["job"]
+    return str(job["id"]) if job and job["kind"] == "slurm" else None
 
 
 # --- parts
@@ -60,11 +79,11 @@ def _join(root: Path, points: Sequence[Point]) -> list[Member]:
     return list(members.values())
 
 
-def _check_fresh(points: Sequence[Point]) -> None:
+def _check_fresh(points: Sequence[Point], standings: Sequence[Standing]) -> None:
     """Raises UserError when fresh=true would delete a run that is going on."""
-    for point in points:
-        if point.config.fresh and standing(point.run).on_its_way:
-            raise UserError(f"{point.run.root} is queued or running: `yoke stop` it before you start over")
+    for point, standing in zip(points, standings, strict=True):
+        if point.config.fresh and standing["state"] in ON_ITS_WAY:
+            raise UserError(f"{point.run.root} is {standing['state']}: `yoke stop` it before you start over")
 
 
 def _show_plan(root: Path, points: Sequence[Point]) -> int:
@@ -75,10 +94,10 @@ def _show_plan(root: Path, points: Sequence[Point]) -> int:
     return jobs.train(points[0].config)
 
 
-def _start(point: Point, place: str) -> int:
+def _start(point: Point, standing: Standing, place: str) -> int:
     """One point through the ordinary `yoke train`, whose exit code this returns; what it raises is told, as code 1."""
     try:
-        if left := _left_alone(point):
+        if left := _left_alone(point, standing):
             jobs.say(f"[{place}] {point.name}: {left}")
             return 0
         if point.config.cluster.name == "slurm":
@@ -91,18 +110,19 @@ def _start(point: Point, place: str) -> int:
         return 1
 
 
-def _left_alone(point: Point) -> str:
+def _left_alone(point: Point, standing: Standing) -> str:
     """Why the point is not started now, or nothing."""
-    now = standing(point.run)
-    if now.on_its_way:
-        return f"{now.state} already" + (f", job {now.job}" if now.job else "")
-    finished = now.state is State.DONE and not point.config.fresh and jobs.covered(point.config, point.run)
+    job = job_of(standing)
+    if standing["state"] in ON_ITS_WAY and (job is None or job != own_job()):  # of this job it is an earlier start
+        return f"{standing['state']} already" + (f", job {job}" if job else "")
+    finished = standing["state"] == "done" and not point.config.fresh and jobs.covered(point.config, point.run)
     return "done before" if finished else ""
 
 
 def _tell_jobs(root: Path, points: Sequence[Point]) -> None:
     """Which run is in which job."""
-    rows = [(point.name, str(now.state), now.job or "") for point in points for now in [standing(point.run)]]
+    standings = look(root, [point.name for point in points])
+    rows = [(point.name, now["state"], job_of(now) or "") for point, now in zip(points, standings, strict=True)]
     _print_table(("run", "state", "job"), rows)
     jobs.say(f"yoke report {root} shows at any time how they stand")
 

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
 from pipeline.cli import compose_config, main, parse_overrides
 from pipeline.config import Config, UserError
-from pipeline.launch import jobs, local, preflight, run_state, slurm, sweep
+from pipeline.launch import jobs, local, preflight, slurm, status, sweep
 from pipeline.launch.run_directory import RunDirectory, write_atomically
+from pipeline.launch.squeue import QueuedJob
 from pipeline.launch.sweep_points import NAME_LENGTH, TAG_LENGTH, Point, plan
 
 BASE = ["+experiment=smoke", "tasks.test_size=1"]
@@ -200,20 +203,23 @@ class FakeSlurm:
             raise UserError("sbatch refused the job: no such partition")
         job = str(100 + len(self.jobs))
         self.jobs[job], self.of[run.root.name] = "PENDING", job
-        write_atomically(run.root / "submission.json", json.dumps({"job_id": job}))
+        write_atomically(run.root / "submission.json", json.dumps({"job_id": job, "time": time.time()}))
         return job
 
     def queued(self, run: RunDirectory) -> tuple[str, str] | None:
         job = self.of.get(run.root.name)
         return (job, self.jobs[job]) if job and self.jobs[job] else None
 
+    def find_jobs(self, ids: Sequence[str], deadline_s: float) -> dict[str, QueuedJob]:
+        return {job: QueuedJob(job, self.jobs[job], "n1", "1", "", "None", "") for job in ids if self.jobs[job]}
+
 
 @pytest.fixture
 def cluster(monkeypatch: pytest.MonkeyPatch) -> FakeSlurm:
     fake = FakeSlurm()
     monkeypatch.setattr(slurm, "submit", fake.submit)
-    for module in (jobs, run_state):
-        monkeypatch.setattr(module, "queued", fake.queued)
+    monkeypatch.setattr(jobs, "queued", fake.queued)
+    monkeypatch.setattr(status, "find_jobs", fake.find_jobs)
     monkeypatch.setattr(local, "follow", lambda config, run: pytest.fail("nothing may run here"))
     return fake
 
@@ -268,7 +274,7 @@ def test_a_refused_point_does_not_stop_the_others(cluster: FakeSlurm, capsys: py
 def test_fresh_spares_a_run_that_is_going_on(cluster: FakeSlurm, capsys: pytest.CaptureFixture[str]) -> None:
     yoke(TWO, "cluster=slurm")
     assert yoke(TWO, "cluster=slurm", "fresh=true") == 2
-    assert "is queued or running" in capsys.readouterr().err and len(cluster.jobs) == 2
+    assert "is queued: `yoke stop` it" in capsys.readouterr().err and len(cluster.jobs) == 2
     cluster.jobs = dict.fromkeys(cluster.jobs, "")
     assert yoke(TWO, "cluster=slurm", "fresh=true") == 0 and len(cluster.jobs) == 4
 
@@ -281,6 +287,19 @@ def test_a_dry_run_lists_the_points_and_plans_the_first(
     assert all(name in shown for name in NAMES) and "2 points" in shown
     assert shown.count("#SBATCH --job-name") == 1 and f"yoke-{NAMES[0]}" in shown
     assert not cluster.jobs and not (place / "runs").exists()
+
+
+def test_a_job_that_was_requeued_goes_on_with_the_point_it_was_at(
+    cluster: FakeSlurm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    yoke(TWO, "cluster=slurm")
+    cluster.jobs = {"100": "RUNNING", "101": "RUNNING"}
+    seen = []
+    monkeypatch.setattr(jobs, "train", lambda config: seen.append(Path(config.run_dir).name) or 0)
+    monkeypatch.setattr(sweep, "_report", lambda root: None)
+    monkeypatch.setattr(sweep, "own_job", lambda: "101")
+    assert yoke(TWO, "cluster=allocation") == 0
+    assert seen == [NAMES[1]]
 
 
 # --- on this machine

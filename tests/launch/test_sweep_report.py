@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,10 +15,9 @@ from matplotlib import image
 
 from pipeline.cli import compose_config
 from pipeline.config import Config, UserError
-from pipeline.launch import jobs, run_state
+from pipeline.launch import jobs, status
 from pipeline.launch.run_directory import RunDirectory
-from pipeline.launch.run_state import State, standing
-from pipeline.launch.slurm import SlurmError
+from pipeline.launch.squeue import QueuedJob, QueueSilent
 from pipeline.launch.sweep_report import report_sweep
 from pipeline.records import Outcome, PolicyVersion, RolloutRecord, Verdict
 from pipeline.report.store import append_jsonl, write_group, write_json
@@ -59,9 +59,16 @@ def make(root: Path, config: Config, name: str, updates: int) -> RunDirectory:
     run.save_config(replace(config, run_dir=str(run.root)))
     if updates:
         run.new_attempt()
+        checkpoint = run.checkpoints / f"000001-update-{updates:06d}"
+        write_json(checkpoint / "state.json", {"state": {"wall_s": {"train": 30.0 * updates}}})
+        write_json(checkpoint / "manifest.json", {"files": {}})
     for update in range(1, updates + 1):
         append_jsonl(run.metrics, {"update": update, "time": time.time(), "reward": 0.1 * update, "pass_rate": 0.5})
     return run
+
+
+def submitted(run: RunDirectory, job: str) -> None:
+    write_json(run.root / "submission.json", {"job_id": job, "time": time.time()})
 
 
 def sweep_of_all_states(root: Path) -> None:
@@ -69,8 +76,11 @@ def sweep_of_all_states(root: Path) -> None:
     write_json(root / "sweep.json", {"schema": 1, "words": [], "points": points})
     words = ["+experiment=smoke", "tasks.test_size=4", "training.updates=4", "mix.harnesses=[pi,codex]"]
     config = compose_config(words)
-    make(root, config, "queued", 0)
-    evaluated(make(root, config, "running", 2), "before", {"pi": 1, "codex": 2}, 4)
+    submitted(make(root, config, "queued", 0), "7")
+    running = make(root, config, "running", 2)
+    running.attempt(1).publish("job", {"slurm": "8", "restart": 0, "nodes": ["n1"]})
+    submitted(running, "8")
+    evaluated(running, "before", {"pi": 1, "codex": 2}, 4)
     done = make(root, config, "done", 4)
     evaluated(done, "before", {"pi": 0, "codex": 2}, 4)
     evaluated(done, "after", {"pi": 4, "codex": 2}, 4)
@@ -78,14 +88,17 @@ def sweep_of_all_states(root: Path) -> None:
     failed = make(root, config, "failed", 1).attempt(1)
     failed.publish("failed", {"rank": "trainer", "text": "boom", "user_error": False})
     make(root, config, "stopped", 1).attempt(1).publish("stopped", {"update": 1})
-    write_json(make(root, config, "lost", 0).root / "submission.json", {"job_id": "9"})
+    submitted(make(root, config, "lost", 0), "9")
 
 
 @pytest.fixture(autouse=True)
 def _queue(monkeypatch: pytest.MonkeyPatch) -> None:
     """Slurm knows two jobs."""
-    jobs_of = {"queued": ("7", "PENDING"), "running": ("8", "COMPLETING")}
-    monkeypatch.setattr(run_state, "queued", lambda run: jobs_of.get(run.root.name))
+    known = {
+        "7": QueuedJob("7", "PENDING", "", "1", "", "Priority", ""),
+        "8": QueuedJob("8", "RUNNING", "n1", "1", "1:00", "None", ""),
+    }
+    monkeypatch.setattr(status, "find_jobs", lambda ids, deadline_s: {job: known[job] for job in ids if job in known})
 
 
 @pytest.fixture(scope="module")
@@ -117,7 +130,11 @@ def test_the_report_of_a_sweep_in_all_states(root: Path, capsys: pytest.CaptureF
     check_figures(points)
     check_table((root / "report" / "table.md").read_text().splitlines())
     shown = capsys.readouterr().out
-    assert "not started" in shown and "failed: boom" in shown and str(root / "report" / "curves.png") in shown
+    assert (
+        "not started" in shown
+        and "failed: trainer rank: boom" in shown
+        and str(root / "report" / "curves.png") in shown
+    )
     assert "25.0% of 8 (7 to 59)" in shown and "→ 75.0% of 8 (41 to 93)" in shown
     assert max(map(len, shown.splitlines()[:-2])) <= 80, "it fits a terminal"
     height, width = image.imread(root / "report" / "curves.png").shape[:2]
@@ -139,9 +156,8 @@ def check_states(points: dict[str, dict[str, Any]]) -> None:
         "lost": "failed",
     }
     assert (points["queued"]["job"], points["running"]["job"]) == ("7", "8")
-    assert points["failed"]["reason"] == "boom" and "before it began" in points["lost"]["reason"]
-    assert [points[name]["updates"] for name in NAMES] == [0, 0, 2, 4, 1, 1, 0]
-    assert points["new"]["updates_planned"] is None and points["running"]["updates_planned"] == 4
+    assert points["failed"]["reason"] == "trainer rank: boom" and "job 9 ended" in points["lost"]["reason"]
+    assert [points[name]["updates_planned"] for name in NAMES] == [0, 4, 4, 4, 4, 4, 4]
 
 
 def check_figures(points: dict[str, dict[str, Any]]) -> None:
@@ -149,7 +165,8 @@ def check_figures(points: dict[str, dict[str, Any]]) -> None:
     assert done["before"]["pass@1"] == 0.25 and done["after"]["pass@1"] == 0.75
     assert done["difference"]["pass@1"] == 0.5 and done["after"]["harnesses"]["pi"]["pass@1"] == 1.0
     assert done["wall_s"] == 96.0 and done["reward"] == pytest.approx(0.4) and done["provisional"] is False
-    assert running["before"]["pass@1"] == 0.375 and running["after"] is None and running["wall_s"] is None
+    assert running["before"]["pass@1"] == 0.375 and running["after"] is None and running["wall_s"] == 60.0
+    assert [points[name]["updates"] for name in NAMES] == [0, 0, 2, 4, 1, 1, 0]
     assert points["new"]["before"] is None and points["new"]["reward"] is None
 
 
@@ -161,7 +178,7 @@ def check_table(table: list[str]) -> None:
     )
     assert any(line.startswith("| done | pi | 0.0% of 4") and "100.0% of 4" in line for line in table), "by harness"
     assert "| new | not started | – | – | – | – | – | – |" in table
-    assert "failed: boom" in table
+    assert "failed: trainer rank: boom" in table
 
 
 def test_a_half_finished_evaluation_is_provisional(root: Path) -> None:
@@ -189,10 +206,11 @@ def test_a_damaged_sweep_is_told(root: Path) -> None:
 
 
 def test_a_silent_slurm_hides_nothing_but_the_state(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def queued(run: RunDirectory) -> None:
-        raise SlurmError("squeue did not answer within 30 s")
+    def find_jobs(ids: Sequence[str], deadline_s: float) -> None:
+        raise QueueSilent("squeue did not answer within 10 s")
 
-    monkeypatch.setattr(run_state, "queued", queued)
-    assert standing(RunDirectory(root / "done")).state is State.DONE
-    now = standing(RunDirectory(root / "running"))
-    assert now.state is State.UNKNOWN and "did not answer" in now.reason
+    monkeypatch.setattr(status, "find_jobs", find_jobs)
+    report_sweep(root)
+    points = read(root)
+    assert points["done"]["state"] == "done" and points["queued"]["state"] == "unknown"
+    assert points["running"]["before"]["pass@1"] == 0.375
