@@ -223,9 +223,9 @@ def test_how_it_ended(run: MadeUpRun, records: dict[str, Any], state: str, reaso
 
 
 def test_a_stage_by_itself_does_not_change_how_the_run_ended(run: MadeUpRun) -> None:
-    run.local_attempt(alive=False, stopped={})
+    run.local_attempt(alive=False, failed={"rank": "engine", "text": "vLLM died"})
     run.local_attempt(alive=False, stage_done={})
-    assert look(run)["state"] == "stopped"
+    assert (look(run)["state"], look(run)["reason"]) == ("failed", "engine rank: vLLM died")
 
 
 def test_a_lost_attempt_shows_its_last_words_and_what_the_batch_script_said(run: MadeUpRun, slurm: MadeUpSlurm) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 import time
@@ -11,11 +12,24 @@ from typing import Any
 
 import pytest
 from made_up_runs import MadeUpRun, MadeUpSlurm
+from run_helpers import ENVIRONMENT, processes, start
 
 from pipeline.cli import main
 from pipeline.launch import stop
 from pipeline.launch.processes import job_of
 
+UPDATES = 4
+REAL = [
+    "+experiment=smoke",
+    f"training.updates={UPDATES}",
+    "training.checkpoint_every=100",  # so that only the stop makes one
+    "evaluation.before=false",
+    "evaluation.after=false",
+    "tasks.check=false",
+    "cluster.max_attempts=2",
+]
+RUN_S = 400.0
+COMMAND_S = 240.0
 FOREVER = "import time\ntime.sleep(600)"
 
 
@@ -190,3 +204,73 @@ def test_wrong_words_are_told(run: MadeUpRun, capsys: pytest.CaptureFixture[str]
     code, _, error = yoke_stop(capsys, run, *words)
     assert code == 2
     assert said in error
+
+
+# --- a real run
+
+
+def yoke(*words: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "pipeline", *words]
+    return subprocess.run(command, capture_output=True, text=True, timeout=COMMAND_S, env=ENVIRONMENT)
+
+
+def state_of(run_dir: Path) -> dict[str, Any] | None:
+    """None before the run has begun."""
+    answer = yoke("status", str(run_dir), "--json")
+    assert answer.returncode == 0 or "no run was started" in answer.stderr, answer.stderr
+    return json.loads(answer.stdout) if answer.stdout else None
+
+
+def await_update(run_dir: Path, count: int, launcher: subprocess.Popen[str]) -> dict[str, Any]:
+    deadline = time.monotonic() + RUN_S
+    while not (now := state_of(run_dir)) or now["updates"]["done"] < count:
+        assert launcher.poll() is None, run_dir.with_suffix(".log").read_text()[-3000:]
+        assert time.monotonic() < deadline, now
+        time.sleep(0.5)
+    assert now["figures"]["from"] == "coordinator", now["sources"]
+    return now
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_real_run_is_watched_stopped_and_resumed(tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    launcher = start(run_dir, *REAL)
+    try:
+        now = await_update(run_dir, 1, launcher)
+        watch_it(run_dir, now)
+        stopped = yoke("stop", str(run_dir))
+        assert (stopped.returncode, stopped.stderr) == (0, "")
+        assert "asked it to stop" in stopped.stdout
+        assert launcher.wait(COMMAND_S) == 130, "the command that showed the run ends too, and starts nothing again"
+        assert list(processes(run_dir)) == []
+        now = state_of(run_dir)
+        assert (now["state"], [a["ending"] for a in now["attempts"]]) == ("stopped", ["stopped"])
+        assert 1 <= now["updates"]["done"] == now["checkpoint"]["update"] < UPDATES
+        again = yoke("stop", str(run_dir))
+        assert (again.returncode, again.stdout.split(" (")[0]) == (0, f"{run_dir} is not running: stopped")
+        launcher = start(run_dir, *REAL)
+        assert launcher.wait(RUN_S) == 0, run_dir.with_suffix(".log").read_text()[-3000:]
+    finally:
+        launcher.kill()
+        for pid, _, _ in list(processes(run_dir)):
+            subprocess.run(["kill", "-9", str(pid)], check=False, stderr=subprocess.DEVNULL)
+    now = state_of(run_dir)
+    assert (now["state"], now["updates"]["done"], len(now["attempts"])) == ("done", UPDATES, 2)
+    assert json.loads((run_dir / "status.json").read_text())["updates"]["done"] == UPDATES
+
+
+def watch_it(run_dir: Path, now: dict[str, Any]) -> None:
+    """What a run that is on tells of itself, by its coordinator and by its snapshot."""
+    node = now["nodes"][0]
+    assert (now["state"], now["phase"]["name"], now["updates"]["planned"]) == ("running", "train", UPDATES)
+    assert (node["vllm"], node["shards_alive"], node["restarts"]) == ("up", node["shards"], 0)
+    assert node["memory_gib"] > 1
+    assert node["gpus"] is not None or node["gpu_error"]
+    assert now["reward"]["update"] >= 1
+    assert now["rollouts"]["credits_used"] <= now["rollouts"]["credits"]
+    snapshot = json.loads((run_dir / "status.json").read_text())
+    assert snapshot["time"] > now["time"] - 60
+    assert snapshot["updates"]["done"] <= now["updates"]["done"]
+    screen = yoke("status", str(run_dir)).stdout
+    assert screen.startswith(f"{run_dir}  running")
