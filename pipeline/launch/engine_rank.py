@@ -28,7 +28,7 @@ from pipeline.launch.run_directory import RENDEZVOUS_S, Attempt
 from pipeline.records import GroupSpec, PolicyVersion, RolloutRecord
 from pipeline.report.store import read_group, write_group
 from pipeline.sandbox.base import make_sandbox
-from pipeline.stages.evaluation import is_graded, merge, read_cell
+from pipeline.stages.evaluation import is_graded, write_cell
 from pipeline.stages.flow import is_usable
 from pipeline.stages.rollout import Workshop
 
@@ -212,12 +212,13 @@ class EngineRank:
         if earlier is not None:
             await asyncio.wait([earlier])
         spec = spec_from_json(work)
-        path = Path(work["path"]) if work["kind"] == "evaluate" else self.attempt.groups / f"{spec.group_id}.parquet"
         records = await asyncio.gather(*(self._one(spec, index, work) for index in work["indices"]))
-        if work["kind"] == "evaluate":
-            records = merge(read_cell(path), records)
         self.attempt.check_fence()
-        write_group(path, records)
+        if work["kind"] == "evaluate":
+            path = write_cell(Path(work["path"]), records)
+        else:
+            path = self.attempt.groups / f"{spec.group_id}.parquet"
+            write_group(path, records)
         await self._close(work, path)
         for index in work["indices"]:
             self._rollout_file(self.attempt, spec, index).unlink(missing_ok=True)

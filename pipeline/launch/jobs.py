@@ -25,10 +25,10 @@ from pipeline.launch.slurm import queued
 from pipeline.launch.snapshot import with_absolute_paths
 from pipeline.launch.sweep_points import is_sweep
 from pipeline.records import Outcome, RolloutRecord
-from pipeline.report.store import read_group, write_group, write_json
+from pipeline.report.store import write_group, write_json
 from pipeline.sandbox.base import make_sandbox
 from pipeline.stages import advantage as advantage_stage
-from pipeline.stages.evaluation import INCOMPLETE, Cells, evaluation_specs, is_graded
+from pipeline.stages.evaluation import INCOMPLETE, Cells, evaluation_specs, is_graded, read_cell
 from pipeline.stages.rollout import graded_again
 from pipeline.stages.schedule import make_schedule
 from pipeline.stages.verification import verify as verify_workspace
@@ -137,7 +137,7 @@ def verify(config: Config) -> int:
     run = _open(config)
     sandbox = make_sandbox(config.sandbox)
     for path in _groups(run, "rollout"):
-        records = [asyncio.run(_verify_again(run, record, path, config, sandbox)) for record in read_group(path)]
+        records = [asyncio.run(_verify_again(run, record, path, config, sandbox)) for record in read_cell(path)]
         write_group(_stage(run, "verification") / path.name, records)
         say(f"{path.stem}: {sum(r.verdict.correctness or 0 for r in records):g} of {len(records)} solved")
     return 0
@@ -173,7 +173,7 @@ def advantage(config: Config) -> int:
     if not sources:
         raise UserError(f"{run.root} holds no closed group: `yoke rollout` or `yoke train` comes first")
     for path in sources:
-        records = advantage_stage.score(read_group(path), reward)
+        records = advantage_stage.score(read_cell(path), reward)
         values = advantage_stage.advantages(records, config.algorithm.normalize_std)
         marked = [replace(r, info=r.info | {"advantage": value}) for r, value in zip(records, values, strict=True)]
         write_group(_stage(run, "advantage") / path.name, marked)
@@ -191,7 +191,7 @@ def update(config: Config) -> int:
         for path in _groups(run, "advantage")
         if (
             group := advantage_stage.to_train_group(
-                read_group(path), config.algorithm.group_size, config.algorithm.normalize_std
+                read_cell(path), config.algorithm.group_size, config.algorithm.normalize_std
             )
         )
     ]

@@ -19,9 +19,9 @@ from pipeline.records import RolloutRecord
 from pipeline.report.metrics import read_metrics
 from pipeline.report.plot import learning_curve
 from pipeline.report.results import Meta, build_results, write_results
-from pipeline.report.store import read_group, write_text
+from pipeline.report.store import write_text
 from pipeline.report.table import markdown_table, print_results
-from pipeline.stages.evaluation import INCOMPLETE
+from pipeline.stages.evaluation import INCOMPLETE, read_cell
 
 
 def report_run(config: Config, run: RunDirectory) -> int:
@@ -45,7 +45,7 @@ def run_results(config: Config, run: RunDirectory, metrics: Sequence[Mapping[str
 
 
 def _evaluated(run: RunDirectory, label: str) -> list[RolloutRecord]:
-    return [record for path in sorted(run.evaluation(label).glob("*.parquet")) for record in read_group(path)]
+    return [record for path in sorted(run.evaluation(label).glob("*.parquet")) for record in read_cell(path)]
 
 
 def _meta(config: Config, run: RunDirectory, records: Sequence[RolloutRecord]) -> Meta:

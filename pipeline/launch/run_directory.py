@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-import secrets
 import shutil
 import tempfile
 from dataclasses import dataclass, fields
@@ -15,26 +13,14 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from pipeline.config import Config, UserError
+from pipeline.report.store import write_text
 
+write_atomically = write_text
 RENDEZVOUS_S = 300.0  # within which the ranks of an attempt must have found each other
 
 
 class FencedOff(RuntimeError):
     """A newer attempt of this run exists: this process is a ghost and must not write."""
-
-
-def write_atomically(path: Path, text: str, mode: int = 0o644) -> None:
-    """Publish ``text`` at ``path`` by a rename, so that no reader ever sees half of it."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}")
-    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
-    try:
-        with os.fdopen(descriptor, "w") as file:
-            file.write(text)
-        os.replace(temporary, path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
 
 
 @dataclass(frozen=True)
@@ -242,7 +228,7 @@ class Attempt:
 
     def publish(self, name: str, record: dict[str, Any]) -> None:
         """Write ``name``.json, readable by this user only (it may hold a token)."""
-        write_atomically(self.root / f"{name}.json", json.dumps(record), mode=0o600)
+        write_text(self.root / f"{name}.json", json.dumps(record), mode=0o600)
 
     def read(self, name: str) -> dict[str, Any] | None:
         """What `publish` wrote, or None when it has not been written."""

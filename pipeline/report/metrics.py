@@ -17,7 +17,7 @@ from typing import Any
 
 from pipeline.config import LoggingConfig
 from pipeline.records import Outcome, PolicyVersion, RolloutRecord, TrainGroup
-from pipeline.report.store import append_jsonl, read_jsonl, write_text
+from pipeline.report.store import append_jsonl, publish_new, read_jsonl
 
 METRICS_FILE = "metrics.jsonl"
 WANDB_ID_FILE = "wandb_id"
@@ -208,7 +208,7 @@ def _wandb_id(run_dir: Path) -> str:
     """The id that every attempt of this run shares."""
     path = run_dir / WANDB_ID_FILE
     if not path.exists():
-        write_text(path, uuid.uuid4().hex[:12] + "\n")
+        publish_new(path, lambda draft: draft.write_text(uuid.uuid4().hex[:12] + "\n"))
     return path.read_text().strip()
 
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
-from collections.abc import Callable, Sequence
+import secrets
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -20,24 +23,45 @@ _PLAIN = ("rollout_id", "group_id", "index", "task_id", "harness", "calls", "mal
 _FIGURES = ("prompt_tokens", "sampled_tokens", "wall_s")
 
 
-def publish(path: Path, write: Callable[[Path], object]) -> None:
+def publish(path: Path, write: Callable[[Path], object], mode: int = 0o644) -> None:
     """Let ``write`` fill a temporary file beside ``path``, then rename it there: readers see all of it or nothing.
 
     On an error nothing is left behind, and the error goes on.
     """
+    with _draft(path, write, mode) as draft:
+        os.replace(draft, path)
+
+
+def publish_new(path: Path, write: Callable[[Path], object]) -> bool:
+    """Like `publish`, unless there is a file at ``path`` already: that one stays, and False is returned.
+
+    By a hard link, so that of several writers on several nodes exactly one succeeds.
+    """
+    with _draft(path, write, 0o644) as draft:
+        try:
+            os.link(draft, path)
+        except FileExistsError:
+            return os.stat(draft).st_nlink > 1  # ours after all: NFS had lost the answer and asked again
+    return True
+
+
+@contextmanager
+def _draft(path: Path, write: Callable[[Path], object], mode: int) -> Iterator[Path]:
+    """A file beside ``path``, written and flushed to disk; gone afterwards unless it was renamed."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    draft = path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}.tmp")
     try:
-        write(temporary)
-        _sync(temporary)
-        os.replace(temporary, path)
+        os.close(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode))
+        write(draft)
+        _sync(draft)
+        yield draft
     finally:
-        temporary.unlink(missing_ok=True)
+        draft.unlink(missing_ok=True)
 
 
-def write_text(path: Path, text: str) -> None:
+def write_text(path: Path, text: str, mode: int = 0o644) -> None:
     """Publish ``text`` in UTF-8."""
-    publish(path, lambda temporary: temporary.write_text(text, encoding="utf-8"))
+    publish(path, lambda temporary: temporary.write_text(text, encoding="utf-8"), mode)
 
 
 def write_json(path: Path, value: Any) -> None:
@@ -47,8 +71,17 @@ def write_json(path: Path, value: Any) -> None:
 
 def write_group(path: Path, records: Sequence[RolloutRecord]) -> None:
     """Publish the rollouts of one group as a Parquet file after ROLLOUT_SCHEMA."""
+    publish(path, _writer(records))
+
+
+def write_new_group(path: Path, records: Sequence[RolloutRecord]) -> bool:
+    """`write_group`, unless there is a file at ``path`` already: that one stays, and False is returned."""
+    return publish_new(path, _writer(records))
+
+
+def _writer(records: Sequence[RolloutRecord]) -> Callable[[Path], object]:
     table = _to_table(records)
-    publish(path, lambda temporary: pq.write_table(table, temporary, compression="zstd"))
+    return lambda temporary: pq.write_table(table, temporary, compression="zstd")
 
 
 def read_group(path: Path) -> tuple[RolloutRecord, ...]:
@@ -56,7 +89,7 @@ def read_group(path: Path) -> tuple[RolloutRecord, ...]:
     try:
         table = pq.read_table(path, schema=ROLLOUT_SCHEMA)
     except (OSError, pa.ArrowInvalid) as error:
-        raise UserError(f"cannot read the rollouts in {path}: {error}") from None
+        raise UserError(f"cannot read the rollouts in {path}: {error}") from error
     rows = _rows_of(table.column("rows").combine_chunks())
     plain = table.drop_columns(["rows"]).to_pylist()
     return tuple(_to_record(fields, own) for fields, own in zip(plain, rows, strict=True))
@@ -64,11 +97,23 @@ def read_group(path: Path) -> tuple[RolloutRecord, ...]:
 
 def append_jsonl(path: Path, entry: dict[str, Any]) -> None:
     """Add one line to a ledger, in one write. A line that an earlier crash tore is cut off first."""
-    line = json.dumps(entry, allow_nan=False).encode() + b"\n"
+    append_lines(path, [entry])
+
+
+def append_lines(path: Path, entries: Iterable[dict[str, Any]], keep: int | None = None) -> int:
+    """Add lines to a ledger, in one write, and return its new size. A torn last line is cut off first.
+
+    ``keep``: the size after the last good write; what a failed one left beyond it is cut off. One writer a ledger.
+    """
+    data = b"".join(json.dumps(entry, allow_nan=False).encode() + b"\n" for entry in entries)
     path.parent.mkdir(parents=True, exist_ok=True)
     with open(path, "ab+", buffering=0) as file:
+        if keep is not None and file.seek(0, os.SEEK_END) > keep:
+            file.truncate(keep)
         _mend_tail(file)
-        file.write(line)
+        if file.write(data) < len(data):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+        return file.seek(0, os.SEEK_END)
 
 
 def read_jsonl(path: Path) -> list[dict[str, Any]]:

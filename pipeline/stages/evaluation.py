@@ -1,20 +1,23 @@
 """Stage 5: held-out tasks × harnesses. The first graded result of a cell stands; only ungraded cells are tried again.
 
-A cell is ``rollouts_per_task`` rollouts of one (task, harness), kept as one Parquet file under
-``evaluation/<label>/``, so an
-interrupted evaluation goes on where it was.
+A cell is ``rollouts_per_task`` rollouts of one (task, harness), kept as a Parquet file under ``evaluation/<label>/``,
+so an interrupted evaluation goes on where it was. No file is ever replaced: what a further try adds lies beside it
+(``CELL.parquet``, then ``CELL.parquet.2``, …), and of two grades of one rollout the lower number's counts. So a late
+write of a dead attempt changes nothing that was graded.
 """
 
 from __future__ import annotations
 
+import os
 from collections import deque
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import count, takewhile
 from pathlib import Path
 from typing import Any
 
 from pipeline.records import GroupSpec, RolloutRecord, TaskRef
-from pipeline.report.store import read_group
+from pipeline.report.store import read_group, write_new_group
 
 INCOMPLETE = 3  # exit code of a job whose evaluation still lacks grades
 
@@ -37,11 +40,14 @@ class _Cell:
     path: Path
     tries: int = 0
     engine: str = ""
+    graded: set[int] = field(default_factory=set)  # indices of its rollouts
+
+    def note(self, records: Sequence[RolloutRecord]) -> None:
+        self.graded |= {record.index for record in records if is_graded(record)}
 
     def missing(self) -> list[int]:
         """Indices of rollouts without a grade."""
-        graded = {record.index for record in read_cell(self.path) if is_graded(record)}
-        return [index for index in range(self.spec.size) if index not in graded]
+        return [index for index in range(self.spec.size) if index not in self.graded]
 
 
 def evaluation_specs(tasks: Sequence[TaskRef], harnesses: Sequence[str], size: int) -> list[GroupSpec]:
@@ -60,6 +66,10 @@ class Cells:
         """One Parquet file a cell under ``directory``; what lies there already is kept."""
         self._retries = retries
         self._all = [_Cell(spec, directory / f"{spec.group_id}.parquet") for spec in specs]
+        self._directory = directory
+        written = _names(directory)
+        for cell in self._all:
+            cell.note(_read(cell.path, written))
         self._waiting = deque(cell for cell in self._all if cell.missing())
         self._open: dict[str, _Cell] = {}
 
@@ -84,9 +94,14 @@ class Cells:
         }
 
     def close(self, work: dict[str, Any], records: Sequence[RolloutRecord]) -> None:
-        """A cell came back; it waits again while rollouts lack a grade and tries are left."""
+        """A cell came back with the ``records`` of one try; it waits again while rollouts lack a grade and tries are
+        left.
+        """
         cell = self._open.pop(work["group_id"], None)
-        if cell is not None and any(not is_graded(record) for record in records) and cell.tries <= self._retries:
+        if cell is None:
+            return
+        cell.note(records)
+        if cell.missing() and cell.tries <= self._retries:
             self._waiting.append(cell)
 
     def release(self, engine: str) -> None:
@@ -115,7 +130,8 @@ class Cells:
 
     def records(self) -> list[RolloutRecord]:
         """Every rollout so far, graded or not."""
-        return [record for cell in self._all for record in read_cell(cell.path)]
+        written = _names(self._directory)
+        return [record for cell in self._all for record in _read(cell.path, written)]
 
     def coverage(self) -> Coverage:
         planned = sum(cell.spec.size for cell in self._all)
@@ -127,8 +143,31 @@ def is_graded(record: RolloutRecord) -> bool:
 
 
 def read_cell(path: Path) -> tuple[RolloutRecord, ...]:
-    """The rollouts of a cell's file; none when it was not written yet."""
-    return read_group(path) if path.exists() else ()
+    """The rollouts of a cell, of all its files; none when it was not written yet."""
+    return _read(path, _names(path.parent))
+
+
+def write_cell(path: Path, records: Sequence[RolloutRecord]) -> Path:
+    """Add a try's rollouts to a cell. Returns the file."""
+    return next(place for place in _files(path) if not place.exists() and write_new_group(place, records))
+
+
+def _files(path: Path) -> Iterator[Path]:
+    """Where a cell's tries lie, in order."""
+    yield path
+    yield from (path.with_name(f"{path.name}.{number}") for number in count(2))
+
+
+def _names(directory: Path) -> set[str]:
+    """What was written, by a listing: NFS remembers for a while that a single name was not there."""
+    return set(os.listdir(directory)) if directory.is_dir() else set()
+
+
+def _read(path: Path, written: set[str]) -> tuple[RolloutRecord, ...]:
+    records: list[RolloutRecord] = []
+    for place in takewhile(lambda place: place.name in written, _files(path)):
+        records = merge(records, read_group(place))
+    return tuple(records)
 
 
 def merge(old: Sequence[RolloutRecord], new: Sequence[RolloutRecord]) -> list[RolloutRecord]:
