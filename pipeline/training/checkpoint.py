@@ -1,12 +1,15 @@
 """Checkpoints and exports that are whole or absent: written beside their place, flushed to disk, then renamed.
 
-A checkpoint is a directory ``000007-update-000024`` with a manifest of its files, written last.
+A checkpoint is a directory ``0002-000007-update-000024`` (attempt, sequence, updates done) with a manifest of its
+files, written last. Attempt and sequence order them: what a dead attempt's ghost writes late stays below the newer
+attempt's.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import uuid
 from collections.abc import Callable
@@ -20,8 +23,10 @@ from pipeline.config import UserError
 MANIFEST = "manifest.json"
 STATE_FILE = "state.json"
 PARTIAL = ".partial-"
+NAME = re.compile(r"(?:(\d+)-)?(\d+)-update-(\d+)")
 WRITE_FAILURES = (OSError, RuntimeError, SafetensorError)  # torch and safetensors hide the OSError of a full disk
 MIB = 1024 * 1024
+NONE = (0, 0)
 
 
 class CheckpointError(UserError):
@@ -32,7 +37,7 @@ def checkpoints(root: Path) -> list[Path]:
     """The complete checkpoints under ``root``, oldest first; half-written or damaged ones are passed over."""
     if not root.is_dir():
         return []
-    return [path for path in sorted(root.iterdir()) if _sequence(path) is not None and is_complete(path)]
+    return [path for path in sorted(root.iterdir(), key=_order) if _order(path) > NONE and is_complete(path)]
 
 
 def newest(root: Path) -> Path | None:
@@ -49,15 +54,21 @@ def is_complete(path: Path) -> bool:
         return False
 
 
-def next_name(root: Path, update: int) -> str:
-    """A name that sorts after every checkpoint of ``root``, complete or not."""
-    taken = [number for path in root.iterdir() if (number := _sequence(path)) is not None] if root.is_dir() else []
-    return f"{max(taken, default=0) + 1:06d}-update-{update:06d}"
+def next_name(root: Path, update: int, attempt: int = 0) -> str:
+    """A name that sorts after every checkpoint of ``root``, complete or not, that is not of a newer attempt."""
+    taken = [_order(path)[1] for path in root.iterdir()] if root.is_dir() else []
+    return f"{attempt:04d}-{max(taken, default=0) + 1:06d}-update-{update:06d}"
 
 
-def _sequence(path: Path) -> int | None:
-    number, _, rest = path.name.partition("-update-")
-    return int(number) if number.isdigit() and rest.isdigit() else None
+def newest_attempt(root: Path) -> int:
+    """The newest attempt that has a checkpoint under ``root``; 0 when none has."""
+    return max((_order(path)[0] for path in root.iterdir()), default=0) if root.is_dir() else 0
+
+
+def _order(path: Path) -> tuple[int, int]:
+    """(attempt, sequence) of a checkpoint's name; NONE when it is no such name."""
+    match = NAME.fullmatch(path.name)
+    return (int(match[1] or 0), int(match[2])) if match else NONE
 
 
 def partial_path(target: Path) -> Path:
@@ -119,17 +130,22 @@ def write_error(target: Path, cause: str) -> CheckpointError:
     )
 
 
-def prune(root: Path, keep: int) -> None:
+def prune(root: Path, keep: int, attempt: int = 0) -> None:
     """Delete all but the newest ``keep`` complete checkpoints, incomplete older ones, and abandoned partials.
 
-    Only the one writer of ``root`` may call this, with no write in progress.
+    Only the one writer of ``attempt`` may call this, with no write in progress. A newer one's partials are not touched.
     """
     kept = checkpoints(root)[-max(1, keep) :]
-    oldest_kept = kept[0].name if kept else ""
+    oldest_kept = _order(kept[0]) if kept else NONE
     for path in root.iterdir():
-        superseded = _sequence(path) is not None and path not in kept and path.name < oldest_kept
-        if superseded or path.name.startswith(PARTIAL):
+        superseded = NONE < _order(path) < oldest_kept
+        if superseded or _is_abandoned(path, attempt):
             shutil.rmtree(path, ignore_errors=True)
+
+
+def _is_abandoned(path: Path, attempt: int) -> bool:
+    target = path.name.removeprefix(PARTIAL).rpartition("-")[0]
+    return path.name.startswith(PARTIAL) and _order(Path(target))[0] <= attempt
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -13,7 +13,7 @@ import math
 import shutil
 import time
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, redirect_stdout
 from dataclasses import replace
 from pathlib import Path
@@ -162,15 +162,16 @@ class Trainer:
         self.engine.backward(outputs.loss * self.ranks)  # DeepSpeed averages over ranks, the loss adds up over them
         return replace(outputs, sums=outputs.sums | {"loss": loss})
 
-    def save(self, root: Path, state: dict[str, Any]) -> None:
+    def save(self, root: Path, state: dict[str, Any], fence: Callable[[], None] = lambda: None) -> None:
         """Add a checkpoint with the JSON-able ``state`` under ``root`` and drop the oldest beyond ``keep_checkpoints``.
 
-        Raises CheckpointError, on every rank, when it cannot be written; the older ones are then untouched.
+        ``state["attempt"]`` of rank 0, 0 if absent, comes first in the order of checkpoints. ``fence`` is called on
+        rank 0 before anything is dropped and may raise. Raises CheckpointError, on every rank, when the checkpoint
+        cannot be written; the older ones are then untouched.
         """
-        root.mkdir(parents=True, exist_ok=True)
-        target = root / distributed.from_rank_zero(checkpoint.next_name(root, self.updates))
-        partial = distributed.from_rank_zero(checkpoint.partial_path(target))
-        cause = distributed.first_error(self._write(partial, state))
+        attempt = int(state.get("attempt", 0))
+        partial, target, cause = self._begin(root, attempt)
+        cause = cause or distributed.first_error(self._write(partial, state))
         if cause is None:
             cause = distributed.first_error(_publish(partial, target) if self.rank == 0 else None)
         if cause is not None:
@@ -178,20 +179,39 @@ class Trainer:
                 shutil.rmtree(partial, ignore_errors=True)
             raise checkpoint.write_error(target, cause)
         if self.rank == 0:
-            checkpoint.prune(root, self.training.keep_checkpoints)
+            fence()
+            checkpoint.prune(root, self.training.keep_checkpoints, attempt)
+
+    def _begin(self, root: Path, attempt: int) -> tuple[Path, Path, str | None]:
+        """Where to write, where to publish, and what went wrong: rank 0's, on every rank."""
+        target, cause = root / "checkpoint", None
+        if self.rank == 0:
+            try:
+                root.mkdir(parents=True, exist_ok=True)
+                target = root / checkpoint.next_name(root, self.updates, attempt)
+            except OSError as error:
+                cause = str(error)
+        return distributed.from_rank_zero((checkpoint.partial_path(target), target, cause))
 
     def _write(self, partial: Path, state: dict[str, Any]) -> str | None:
         """This rank's files; returns what went wrong, so that no rank is left waiting for another."""
         own = {"updates": self.updates, "ranks": self.ranks, "zero_stage": self.training.zero_stage, "state": state}
+        failure: str | None = None
         try:
             partial.mkdir(exist_ok=True)
             if self.rank == 0:
                 (partial / checkpoint.STATE_FILE).write_text(json.dumps(own))
             torch.save(distributed.random_state(), partial / f"random-{self.rank}.pt")
-            self.engine.save_checkpoint(str(partial), tag=ENGINE_TAG, save_latest=False)
+        except checkpoint.WRITE_FAILURES as error:
+            failure = _text(error)
+        if failure := distributed.first_error(failure):  # nobody may go into DeepSpeed's barriers alone
+            return failure
+        try:
+            with _late_failures(self.engine.checkpoint_engine):
+                self.engine.save_checkpoint(str(partial), tag=ENGINE_TAG, save_latest=False)
             checkpoint.sync_tree(partial)
         except checkpoint.WRITE_FAILURES as error:
-            return str(error) or type(error).__name__
+            return _text(error)
         return None
 
     def load(self, root: Path) -> dict[str, Any]:
@@ -369,6 +389,36 @@ def batch_metrics(received: Sequence[TrainGroup], minibatches: Sequence[Minibatc
 def rollout_ids(batch: RowBatch) -> str:
     """The rollouts of a forward, for an error message."""
     return ", ".join(sorted({row.rollout_id for row in batch.rows}))
+
+
+@contextmanager
+def _late_failures(writer: Any) -> Iterator[None]:
+    """Raise a failed write of DeepSpeed's only at the end: a rank that left in between would miss its barriers."""
+    failures: list[Exception] = []
+
+    def remembering(method: Callable[..., Any]) -> Callable[..., None]:
+        def call(*args: Any, **kwargs: Any) -> None:
+            try:
+                method(*args, **kwargs)
+            except checkpoint.WRITE_FAILURES as error:
+                failures.append(error)
+
+        return call
+
+    names = ("makedirs", "save")
+    for name in names:
+        setattr(writer, name, remembering(getattr(writer, name)))
+    try:
+        yield
+    finally:
+        for name in names:
+            delattr(writer, name)
+    if failures:
+        raise failures[0]
+
+
+def _text(error: Exception) -> str:
+    return str(error) or type(error).__name__
 
 
 def _publish(partial: Path, target: Path) -> str | None:

@@ -89,7 +89,7 @@ def test_only_the_last_are_kept_and_the_newest_is_loaded(model: Path, tmp_path: 
     trainer = saved(model, tmp_path, 4)
     trainer.save(tmp_path, {"count": 5})
     names = sorted(path.name for path in tmp_path.iterdir())
-    assert names == ["000004-update-000004", "000005-update-000004"]
+    assert names == ["0000-000004-update-000004", "0000-000005-update-000004"]
     assert make(model).load(tmp_path) == {"count": 5}
 
 
@@ -109,7 +109,7 @@ def test_a_half_written_or_damaged_checkpoint_is_passed_over(model: Path, tmp_pa
     trainer = make(model)
     assert trainer.load(tmp_path) == {"count": 1}
     trainer.save(tmp_path, {"count": 6})
-    assert checkpoint.newest(tmp_path).name == "000005-update-000001"
+    assert checkpoint.newest(tmp_path).name == "0000-000005-update-000001"
     assert not list(tmp_path.glob(".partial*"))
     assert make(model).load(tmp_path) == {"count": 6}
 
@@ -131,7 +131,7 @@ def test_a_failed_write_leaves_the_old_checkpoint(model: Path, tmp_path: Path, s
     trainer.update(random_groups(8))
     with file_size_limit(size), pytest.raises(CheckpointError, match="could not write"):
         trainer.save(tmp_path, {"count": 2})
-    assert [path.name for path in tmp_path.iterdir()] == ["000001-update-000001"]
+    assert [path.name for path in tmp_path.iterdir()] == ["0000-000001-update-000001"]
     assert make(model).load(tmp_path) == {"count": 1}
     trainer.save(tmp_path, {"count": 2})
     resumed = make(model)
