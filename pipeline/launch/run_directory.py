@@ -15,7 +15,6 @@ from omegaconf import DictConfig, OmegaConf
 from pipeline.config import Config, UserError
 from pipeline.report.store import write_text
 
-write_atomically = write_text
 RENDEZVOUS_S = 300.0  # within which the ranks of an attempt must have found each other
 
 
@@ -129,7 +128,7 @@ class RunDirectory:
                 "give the same ones, another run_dir=…, or fresh=true to start over"
             )
         if not self.is_made:
-            write_atomically(self.config, OmegaConf.to_yaml(OmegaConf.structured(config)))
+            write_text(self.config, OmegaConf.to_yaml(OmegaConf.structured(config)))
 
     def other_settings(self, config: Config) -> list[str]:
         """The keys in which ``config`` differs from what the run was made with; [] while nothing was made."""

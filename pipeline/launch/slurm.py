@@ -27,8 +27,9 @@ from submitit.slurm.slurm import SlurmJobEnvironment
 from pipeline.config import ClusterConfig, Config, UserError
 from pipeline.launch.plan import plan
 from pipeline.launch.program import YokeProgram
-from pipeline.launch.run_directory import RunDirectory, write_atomically
+from pipeline.launch.run_directory import RunDirectory
 from pipeline.launch.snapshot import take_snapshot, with_absolute_paths
+from pipeline.report.store import write_text
 
 TASKS_PER_NODE = 2
 QUERY_S = 30.0
@@ -102,7 +103,7 @@ def program_words(config: Config, run: RunDirectory) -> dict[str, Any]:
 def record_submission(run: RunDirectory, job_id: str, code: Path) -> None:
     """Leave word of the job that the run is in."""
     record = {"job_id": job_id, "time": time.time(), "code": str(code)}
-    write_atomically(run.root / "submission.json", json.dumps(record))
+    write_text(run.root / "submission.json", json.dumps(record))
 
 
 def text(config: Config, run: RunDirectory) -> str:

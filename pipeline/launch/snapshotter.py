@@ -13,7 +13,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from pipeline.launch.run_directory import FencedOff, write_atomically
+from pipeline.launch.run_directory import FencedOff
+from pipeline.report.store import write_text
 
 EVERY_S = 10.0
 LOOK_S = 0.5  # how often it looks, in memory, whether something is new
@@ -60,7 +61,7 @@ class Snapshotter:
         """False when a newer attempt has taken the file over."""
         try:
             self._check_fence()
-            write_atomically(self._path, json.dumps(snapshot) + "\n")
+            write_text(self._path, json.dumps(snapshot) + "\n")
         except FencedOff:
             return False
         except OSError as error:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -12,7 +13,7 @@ from pipeline.cli import compose_config
 from pipeline.config import Config, UserError
 from pipeline.launch.coordinator import Coordinator
 from pipeline.launch.run_directory import RunDirectory, differing_keys
-from pipeline.launch.trainer_rank import TrainerRank
+from pipeline.launch.trainer_rank import EndRequest, TrainerRank
 from pipeline.records import Outcome, PolicyVersion, RolloutRecord, TaskRef, Verdict
 from pipeline.report.store import write_group
 from pipeline.stages.flow import Ending, FlowState, GroupFlow
@@ -110,6 +111,7 @@ class Trainer(TrainerRank):
     def __init__(self, run: Harness) -> None:
         self.config, self.flow, self.coordinator, self.attempt = run.config, run.flow, run.coordinator, run.attempt
         self.saved: list[dict[str, Any]] = []
+        self.end, self.team = EndRequest(), Mock()
 
     def save(self) -> None:
         self.saved.append(self.coordinator.flow_state())

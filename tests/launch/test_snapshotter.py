@@ -87,7 +87,7 @@ def test_a_hanging_file_system_holds_up_one_write_and_nobody_else(
         writes.append(text)
         hang.wait(LONG_S)
 
-    monkeypatch.setattr(snapshotter, "write_atomically", write)
+    monkeypatch.setattr(snapshotter, "write_text", write)
     run = Run()
     keeper = Snapshotter(tmp_path / "status.json", run.take, lambda: None, every_s=0.0)
     wait_for(lambda: writes)
@@ -104,7 +104,7 @@ def test_a_hanging_file_system_holds_up_one_write_and_nobody_else(
 def test_a_full_disk_is_told_once_and_tried_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    path, failures, true_write = tmp_path / "status.json", [], snapshotter.write_atomically
+    path, failures, true_write = tmp_path / "status.json", [], snapshotter.write_text
 
     def write(target: Path, text: str) -> None:
         if len(failures) < 2:
@@ -112,7 +112,7 @@ def test_a_full_disk_is_told_once_and_tried_again(
             raise OSError(28, "No space left on device")
         true_write(target, text)
 
-    monkeypatch.setattr(snapshotter, "write_atomically", write)
+    monkeypatch.setattr(snapshotter, "write_text", write)
     keeper = Snapshotter(path, Run().take, lambda: None, every_s=0.0)
     wait_for(path.exists)
     keeper.stop()

@@ -12,9 +12,10 @@ import pytest
 from pipeline.cli import compose_config, main, parse_overrides
 from pipeline.config import Config, UserError
 from pipeline.launch import jobs, local, preflight, slurm, status, sweep
-from pipeline.launch.run_directory import RunDirectory, write_atomically
+from pipeline.launch.run_directory import RunDirectory
 from pipeline.launch.squeue import QueuedJob
 from pipeline.launch.sweep_points import NAME_LENGTH, TAG_LENGTH, Point, plan
+from pipeline.report.store import write_text
 
 BASE = ["+experiment=smoke", "tasks.test_size=1"]
 TWO = "algorithm.aggregation=group_mean,token_mean"
@@ -203,7 +204,7 @@ class FakeSlurm:
             raise UserError("sbatch refused the job: no such partition")
         job = str(100 + len(self.jobs))
         self.jobs[job], self.of[run.root.name] = "PENDING", job
-        write_atomically(run.root / "submission.json", json.dumps({"job_id": job, "time": time.time()}))
+        write_text(run.root / "submission.json", json.dumps({"job_id": job, "time": time.time()}))
         return job
 
     def queued(self, run: RunDirectory) -> tuple[str, str] | None:
