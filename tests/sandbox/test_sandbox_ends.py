@@ -13,6 +13,7 @@ import uuid
 from pathlib import Path
 
 import pytest
+from living import alive
 from real_apptainer import ISOLATED, KINDS, needs_apptainer
 
 from pipeline.config import SandboxConfig
@@ -20,20 +21,6 @@ from pipeline.sandbox import SandboxError, SandboxExit, SandboxProcess, SandboxS
 from pipeline.sandbox.disk import fits
 
 ROOT = Path(__file__).parents[2]
-
-
-def alive(mark: str) -> list[str]:
-    """Pids of the living processes that are named ``mark``."""
-    found = []
-    for pid in filter(str.isdigit, os.listdir("/proc")):
-        try:
-            words = Path(f"/proc/{pid}/cmdline").read_bytes()
-            state = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
-        except OSError:
-            continue
-        if words.startswith(mark.encode() + b"\0") and state != "Z":
-            found.append(pid)
-    return found
 
 
 @pytest.fixture
