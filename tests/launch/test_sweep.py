@@ -170,15 +170,20 @@ def test_a_sweep_and_only_a_sweep_takes_several_values(capsys: pytest.CaptureFix
 
 
 def test_other_settings_under_the_same_name_are_told_before_anything_starts(
-    place: Path, capsys: pytest.CaptureFixture[str]
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    _, found = points(TWO, "sweep.name=s")
-    found[1].run.new_attempt()
-    found[1].run.save_config(found[1].config)
+    started = []
+    monkeypatch.setattr(jobs, "train", lambda config: started.append(config.seed) or 0)
+    monkeypatch.setattr(sweep, "_report", lambda root: None)
+    assert yoke(TWO) == 0
+    point = points(TWO, "sweep.name=s")[1][1]
+    point.run.new_attempt()
+    point.run.save_config(point.config)
     assert yoke(TWO, "seed=5") == 2
     told = capsys.readouterr().err
     assert "point algorithm.aggregation=token_mean" in told and "(seed)" in told and "sweep.name" in told
-    assert not (place / "runs" / "sweep-s" / "sweep.json").exists()
+    assert started == [0, 0]
+    assert yoke(TWO, "seed=5", "fresh=true") == 0 and started == [0, 0, 5, 5]
 
 
 def test_a_directory_of_something_else_is_spared(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
