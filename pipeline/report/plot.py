@@ -47,6 +47,7 @@ def side_by_side(curves: Sequence[tuple[str, Sequence[Entry], Mapping[str, Any] 
     for axes, (title, metrics, results) in zip(grid.flat, curves, strict=False):
         _draw_learning(axes, metrics, results)
         _clean(axes)
+        axes.margins(x=0.12)  # room for the figures at both ends
         axes.set_title(title, fontsize=8.5, color=INK)
     for axes in grid.flat[len(curves) :]:
         axes.set_visible(False)

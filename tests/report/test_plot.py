@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from matplotlib import image
 
-from pipeline.report.plot import learning_curve, smooth
+from pipeline.report.plot import DPI, learning_curve, side_by_side, smooth
 
 METRICS = [
     {"update": n, "pass_rate": 0.3 + 0.01 * n, "reward": 0.3 + 0.011 * n, "tool_calls": 2.0, "malformed_rate": 0.1}
@@ -47,3 +47,13 @@ def test_a_short_run_is_drawn_without_a_warning(tmp_path: Path, metrics: list[di
         warnings.simplefilter("error")
         learning_curve(metrics, tmp_path / "curve.png", {"before": SIDE, "after": None, "updates": 0})
     assert (tmp_path / "curve.png").stat().st_size > 1000
+
+
+@pytest.mark.parametrize(("runs", "columns", "rows"), [(0, 1, 1), (1, 1, 1), (3, 3, 1), (6, 4, 2)])
+def test_runs_side_by_side_are_drawn_without_a_warning(tmp_path: Path, runs: int, columns: int, rows: int) -> None:
+    curves = [("not started", [], None), ("short", METRICS[:1], None), ("whole", METRICS, RESULTS)] * 2
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        side_by_side(curves[:runs], tmp_path / "curves.png")
+    height, width = image.imread(tmp_path / "curves.png").shape[:2]
+    assert (height // (2.6 * DPI), width // (3.2 * DPI)) == (rows, columns), "up to four beside each other"
