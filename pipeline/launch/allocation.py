@@ -10,7 +10,7 @@ import os
 import shlex
 import subprocess
 import sys
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from submitit.core.utils import DelayedSubmission, JobPaths
@@ -23,7 +23,6 @@ from pipeline.launch.run_directory import RunDirectory
 from pipeline.launch.slurm import (
     NO_TIMEOUT_BOUND,
     TASKS_PER_NODE,
-    program_words,
     record_submission,
     setup_lines,
     srun_options,
@@ -43,7 +42,7 @@ def launch(config: Config, run: RunDirectory) -> int:
     paths = JobPaths(run.root / "jobs", job_id=job_id)
     code = _code(run, paths)
     paths.folder.mkdir(parents=True, exist_ok=True)
-    submission = DelayedSubmission(YokeProgram(**program_words(config, run)))
+    submission = DelayedSubmission(YokeProgram(asdict(config), str(run.root)))
     submission.set_timeout(config.cluster.timeout_min, NO_TIMEOUT_BOUND)
     submission.dump(paths.submitted_pickle)
     record_submission(run, job_id, code)

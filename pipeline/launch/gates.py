@@ -7,10 +7,14 @@ import time
 
 from pipeline.config import Config, UserError
 from pipeline.launch.data import load_split
-from pipeline.launch.run_directory import RunDirectory
+from pipeline.launch.run_directory import Attempt, RunDirectory
 from pipeline.report.store import write_json
 from pipeline.sandbox.base import make_sandbox
 from pipeline.stages.gates import check_tasks
+
+PLACE = "gates.json"  # in the run directory, once its tasks are checked
+GATES_S = 7200.0
+POLL_S = 1.0
 
 
 def ensure_gates(config: Config, run: RunDirectory) -> int | None:
@@ -20,7 +24,7 @@ def ensure_gates(config: Config, run: RunDirectory) -> int | None:
     Needs a sandbox and CPU time, so a job runs it (rank 0, before the other ranks begin), not the login node.
     Raises UserError that names the first tasks that fail.
     """
-    place = run.root / "gates.json"
+    place = run.root / PLACE
     if not config.tasks.check or place.exists():
         return None
     started = time.monotonic()
@@ -37,3 +41,21 @@ def check_all(config: Config, run: RunDirectory) -> int:
         shown = "; ".join(str(failure) for failure in failures[:3])
         raise UserError(f"{len(failures)} of {len(tasks)} tasks fail their own check: {shown}")
     return len(tasks)
+
+
+def pass_gates(config: Config, attempt: Attempt, first: bool) -> None:
+    """Nothing is rolled out before the tasks are checked: the ``first`` rank does it, the others wait for its word.
+
+    Raises UserError on the first rank when tasks fail, RuntimeError on the others; TimeoutError after GATES_S.
+    """
+    if first:
+        ensure_gates(config, attempt.run)
+        return
+    deadline = time.monotonic() + GATES_S
+    while config.tasks.check and not (attempt.run.root / PLACE).exists():
+        if failed := attempt.read("failed"):
+            raise RuntimeError(f"the {failed['rank']} rank failed: {failed['text']}")
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"the first rank has not checked the tasks within {GATES_S:g} s ({PLACE} is missing)")
+        attempt.check_fence()
+        time.sleep(POLL_S)

@@ -21,6 +21,7 @@ from omegaconf import OmegaConf
 
 from pipeline.config import Config
 from pipeline.harness.base import register
+from pipeline.launch.gates import pass_gates
 from pipeline.launch.rendezvous import agree_on_attempt
 from pipeline.launch.run_directory import Attempt, FencedOff, RunDirectory
 
@@ -63,8 +64,10 @@ class YokeProgram:
 
     def _run(self, rank: str, config: Config, attempt: Attempt, node: int) -> None:
         register(config.harness.recipes)  # the command line did so in another process
-        for number in (signal.SIGUSR1, signal.SIGUSR2) if (rank, node) != ("trainer", 0) else ():
-            signal.signal(number, signal.SIG_IGN)  # for rank 0 only; children inherit this
+        if (rank, node) != ("trainer", 0):
+            for number in (signal.SIGUSR1, signal.SIGUSR2):
+                signal.signal(number, signal.SIG_IGN)  # for rank 0 only; children inherit this
+            pass_gates(config, attempt, first=False)
         if rank == "trainer":
             self._train(config, attempt, node)
         else:
@@ -81,6 +84,7 @@ class YokeProgram:
         self._end = end = EndRequest()
         _ask_on_signals(end)
         try:
+            _in_thread(lambda: pass_gates(config, attempt, first=True))
             _in_thread(lambda: run_trainer(config, attempt, node, end))
         except Interrupted as interrupted:
             if interrupted.reason == "terminated":

@@ -74,7 +74,7 @@ def decide(ended: Ended) -> Decision:
     if reason is None:
         return Decision(True, f"requeued after a crash ({ended.restart + 1} of {ended.max_requeues} restarts): {said}")
     ghost = ended.job is not None and restarts != ended.restart
-    return Decision(False, f"not requeued: {reason}", ghost)
+    return Decision(False, f"not requeued: {reason}" if ended.rc else reason, ghost)
 
 
 def after_srun(run: RunDirectory, rc: int) -> Decision:

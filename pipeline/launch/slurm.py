@@ -90,14 +90,9 @@ def submit(config: Config, run: RunDirectory) -> str:
     if new and len(list(code.parent.glob("[!.]*"))) > 1:
         print(f"the code has changed since the last submission: this job runs {code}")
     executor = make_executor(config, run, code)
-    job_id = send(executor, YokeProgram(**program_words(config, run)))
+    job_id = send(executor, YokeProgram(asdict(config), str(run.root)))
     record_submission(run, job_id, code)
     return job_id
-
-
-def program_words(config: Config, run: RunDirectory) -> dict[str, Any]:
-    """What the ranks are told: each start of the job claims an attempt of its own."""
-    return {"config": asdict(config), "run_dir": str(run.root), "attempt": None}
 
 
 def record_submission(run: RunDirectory, job_id: str, code: Path) -> None:
