@@ -10,15 +10,16 @@ import os
 import shlex
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import TypeVar
 
 from submitit.core.utils import DelayedSubmission, JobPaths
-from submitit.slurm.slurm import SlurmJobEnvironment
 
 from pipeline.config import Config, UserError
 from pipeline.launch.program import YokeProgram
-from pipeline.launch.requeue import after_srun
+from pipeline.launch.requeue import after_srun, own_job
 from pipeline.launch.run_directory import RunDirectory
 from pipeline.launch.slurm import (
     NO_TIMEOUT_BOUND,
@@ -29,16 +30,27 @@ from pipeline.launch.slurm import (
 )
 from pipeline.launch.snapshot import take_snapshot
 
+T = TypeVar("T")
+
 
 def restarted() -> bool:
     """Whether this is a later start of the same Slurm job: what it made before must stay."""
     return int(os.environ.get("SLURM_RESTART_COUNT") or 0) > 0
 
 
+def own_share(items: Sequence[T]) -> Sequence[T]:
+    """What of ``items`` this task of a Slurm array has to do: as much as every other one; all outside of an array."""
+    given = {name: os.environ.get(f"SLURM_ARRAY_TASK_{name}") for name in ("ID", "MIN", "STEP", "COUNT")}
+    if given["COUNT"] is None:
+        return items
+    number = {name: int(value or 1) for name, value in given.items()}
+    return items[(number["ID"] - number["MIN"]) // number["STEP"] :: number["COUNT"]]
+
+
 def launch(config: Config, run: RunDirectory) -> int:
     """Run to the end of this job; the exit code is srun's. Raises UserError outside of a job."""
     config = replace(config, cluster=replace(config.cluster, nodes=_nodes()))
-    job_id = SlurmJobEnvironment().job_id
+    job_id = own_job() or ""
     paths = JobPaths(run.root / "jobs", job_id=job_id)
     code = _code(run, paths)
     paths.folder.mkdir(parents=True, exist_ok=True)

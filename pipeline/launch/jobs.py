@@ -62,6 +62,8 @@ def submit(config: Config) -> str:
 def _dry_run(config: Config) -> int:
     run = RunDirectory(Path(config.run_dir))
     preflight.check_settings(config, port_is_ours=True)
+    if config.tasks.kind == "harbor":
+        preflight.check_tasks_readable(config, run)
     say(slurm.text(config, run) if config.cluster.name == "slurm" else plan(config, run))
     return 0
 

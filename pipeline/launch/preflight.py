@@ -38,7 +38,8 @@ def check_settings(config: Config, port_is_ours: bool = False) -> str:
     load_reward(**asdict(config.reward))
     transfer_kind(config.engine.weight_transfer)
     if config.cluster.name == "slurm":  # ports and sandboxes are those of its nodes
-        fetch_image(config.sandbox)  # here, where a network may be
+        if not config.dry_run:
+            fetch_image(config.sandbox)  # here, where a network may be
         return f"{config.sandbox.kind}, tried on the nodes at the job's start"
     if not port_is_ours:
         reserve_port(config.engine.port).close()

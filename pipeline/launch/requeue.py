@@ -77,9 +77,15 @@ def decide(ended: Ended) -> Decision:
     return Decision(False, f"not requeued: {reason}" if ended.rc else reason, ghost)
 
 
+def own_job() -> str | None:
+    """The id of the job that this process is in: ARRAY_TASK for a task of an array, whose plain number may mean all."""
+    array = os.environ.get("SLURM_ARRAY_JOB_ID")
+    return f"{array}_{os.environ['SLURM_ARRAY_TASK_ID']}" if array else os.environ.get("SLURM_JOB_ID")
+
+
 def after_srun(run: RunDirectory, rc: int) -> Decision:
     """Decide, write the reason down, and requeue. Called within the job that ``rc`` is of."""
-    job_id = os.environ["SLURM_JOB_ID"]
+    job_id = own_job() or ""
     decision = decide(_look(run, rc, job_id))
     print(f"yoke: {decision.why}", flush=True)
     if rc and not decision.ghost:

@@ -11,7 +11,6 @@ import json
 import os
 import shlex
 import shutil
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -22,13 +21,14 @@ from typing import Any
 
 import submitit
 from submitit.core.utils import FailedJobError
-from submitit.slurm.slurm import SlurmJobEnvironment
 
 from pipeline.config import ClusterConfig, Config, UserError
 from pipeline.launch.plan import plan
 from pipeline.launch.program import YokeProgram
+from pipeline.launch.requeue import own_job
 from pipeline.launch.run_directory import RunDirectory
 from pipeline.launch.snapshot import take_snapshot, with_absolute_paths
+from pipeline.launch.squeue import QueueSilent, find_jobs
 from pipeline.report.store import write_text
 
 TASKS_PER_NODE = 2
@@ -203,10 +203,11 @@ def _no_job_around() -> Iterator[None]:
 
 def job_state(job_id: str) -> str | None:
     """PENDING, RUNNING, COMPLETING …, or None when the job is not in the queue (any more). Raises SlurmError."""
-    answer = _ask("squeue", "--noheader", "--jobs", job_id, "--format", "%T")
-    if answer.returncode and "invalid job id" not in answer.stderr.lower():
-        raise SlurmError(f"squeue failed: {answer.stderr.strip() or answer.returncode}")
-    return next(iter(answer.stdout.split()), None)
+    try:
+        job = find_jobs([job_id], QUERY_S).get(job_id)
+    except QueueSilent as error:
+        raise SlurmError(str(error)) from error
+    return job.state if job and (job.waits or job.is_on) else None
 
 
 def queued(run: RunDirectory) -> tuple[str, str] | None:
@@ -220,17 +221,3 @@ def queued(run: RunDirectory) -> tuple[str, str] | None:
     job_id = json.loads(path.read_text())["job_id"]
     state = None if job_id == own_job() else job_state(job_id)
     return (job_id, state) if state else None
-
-
-def own_job() -> str | None:
-    """The id of the job that this process is in: ARRAY_TASK for a task of an array."""
-    return SlurmJobEnvironment().job_id if "SLURM_JOB_ID" in os.environ else None
-
-
-def _ask(*command: str) -> subprocess.CompletedProcess[str]:
-    try:
-        return subprocess.run(command, capture_output=True, text=True, timeout=QUERY_S, check=False)
-    except FileNotFoundError:
-        raise SlurmError(f"{command[0]} is not installed here") from None
-    except subprocess.TimeoutExpired:
-        raise SlurmError(f"{command[0]} did not answer within {QUERY_S:g} s") from None

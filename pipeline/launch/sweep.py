@@ -18,7 +18,8 @@ from rich.table import Table
 
 from pipeline.config import UserError
 from pipeline.launch import jobs
-from pipeline.launch.slurm import own_job
+from pipeline.launch.allocation import own_share
+from pipeline.launch.requeue import own_job
 from pipeline.launch.status import RunWatcher, Watch
 from pipeline.launch.sweep_points import RECORD, Compose, Member, Point, is_sweep, plan, read_members
 from pipeline.report.store import write_json
@@ -30,7 +31,7 @@ Standing = Mapping[str, Any]
 
 
 def run(overrides: Sequence[Override], compose: Compose) -> int:
-    """Check every point, then submit them all (Slurm), or run one after the other.
+    """Check every point, then submit them all (Slurm), or run one after the other: in a Slurm array this task's share.
 
     Returns 1 when a point could not be submitted or did not end well, 3 when evaluations are incomplete, else 0.
     Raises UserError for the first wrong point, before anything is written or started.
@@ -43,16 +44,15 @@ def run(overrides: Sequence[Override], compose: Compose) -> int:
         return _show_plan(root, points)
     words = [str(override.input_line) for override in overrides]
     write_json(root / RECORD, {"schema": SCHEMA, "words": words, "points": [asdict(member) for member in members]})
-    codes = [
-        _start(point, standing, f"{number} of {len(points)}")
-        for number, (point, standing) in enumerate(zip(points, standings, strict=True), 1)
-    ]
+    places = [f"{number} of {len(points)}" for number in range(1, len(points) + 1)]
+    numbered = list(zip(points, standings, places, strict=True))
+    codes = [_start(*item) for item in own_share(numbered)]
     if points[0].config.cluster.name == "slurm":
         _tell_jobs(root, points)
     else:
         _report(root)
     failed = any(code not in (0, INCOMPLETE) for code in codes)
-    return 1 if failed else max(codes)
+    return 1 if failed else max(codes, default=0)
 
 
 def look(root: Path, names: Sequence[str]) -> Sequence[Standing]:

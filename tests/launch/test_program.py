@@ -13,9 +13,9 @@ import pytest
 import submitit
 
 from pipeline.cli import compose_config
-from pipeline.config import Config
+from pipeline.config import Config, UserError
 from pipeline.harness import base
-from pipeline.launch import engine_rank, jobs, program, trainer_rank
+from pipeline.launch import engine_rank, gates, jobs, program, trainer_rank
 from pipeline.launch.program import YokeProgram, to_config
 from pipeline.launch.run_directory import Attempt, RunDirectory
 from pipeline.launch.trainer_rank import EndRequest, Interrupted
@@ -32,7 +32,12 @@ def config(tmp_path: Path) -> Config:
     """A run whose harness is a recipe of the user's own, in a process that has not heard of it."""
     (tmp_path / "mine.py").write_text(RECIPE)
     return compose_config(
-        [f"run_dir={tmp_path / 'run'}", f"harness.recipes=[{tmp_path / 'mine.py'}]", "mix.harnesses=[mine]"]
+        [
+            f"run_dir={tmp_path / 'run'}",
+            f"harness.recipes=[{tmp_path / 'mine.py'}]",
+            "mix.harnesses=[mine]",
+            "tasks.check=false",
+        ]
     )
 
 
@@ -114,3 +119,42 @@ def test_signals_reach_the_trainers_thread(number: int, reason: str) -> None:
     finally:
         for one, handler in handlers.items():
             signal.signal(one, handler)
+
+
+@pytest.fixture
+def checked(config: Config) -> tuple[Config, Attempt]:
+    """The run with its tasks to be checked."""
+    config.tasks.check = True
+    return config, RunDirectory(Path(config.run_dir)).new_attempt()
+
+
+def test_the_first_rank_checks_the_tasks_once(checked: tuple[Config, Attempt], monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+    monkeypatch.setattr(gates, "check_all", lambda config, run: asked.append(run) or 3)
+    for _ in range(2):
+        gates.pass_gates(*checked, first=True)
+    assert len(asked) == 1
+
+
+def test_the_other_ranks_wait_for_the_first(checked: tuple[Config, Attempt], monkeypatch: pytest.MonkeyPatch) -> None:
+    _, attempt = checked
+    place = attempt.run.root / gates.PLACE
+    monkeypatch.setattr(gates.time, "sleep", lambda _: place.write_text("{}"))
+    gates.pass_gates(*checked, first=False)
+    assert place.exists()
+
+
+def test_the_other_ranks_end_with_the_first(checked: tuple[Config, Attempt], monkeypatch: pytest.MonkeyPatch) -> None:
+    _, attempt = checked
+    monkeypatch.setattr(gates.time, "sleep", lambda _: attempt.fail("trainer", UserError("2 of 9 tasks fail")))
+    with pytest.raises(RuntimeError, match="the trainer rank failed: 2 of 9 tasks fail"):
+        gates.pass_gates(*checked, first=False)
+    assert (attempt.read("failed") or {})["user_error"]
+
+
+def test_waiting_for_the_first_rank_has_an_end(
+    checked: tuple[Config, Attempt], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gates, "GATES_S", -1.0)
+    with pytest.raises(TimeoutError, match=r"gates\.json is missing"):
+        gates.pass_gates(*checked, first=False)

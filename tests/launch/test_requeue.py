@@ -125,3 +125,10 @@ def test_when_slurm_is_silent_nothing_is_requeued(run: RunDirectory, monkeypatch
     monkeypatch.setattr(requeue, "PAUSE_S", 0.0)
     monkeypatch.setenv("PATH", "/nowhere")
     assert "Slurm does not say" in requeue.after_srun(run, 1).why
+
+
+def test_a_task_of_an_array_is_requeued_alone(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SLURM_ARRAY_JOB_ID", "7")
+    monkeypatch.setenv("SLURM_ARRAY_TASK_ID", "2")
+    assert requeue.after_srun(run, 1).requeue
+    assert asked(run) == "--oneliner show job 7_2\nrequeue 7_2\n"

@@ -16,6 +16,7 @@ from pipeline.cli import compose_config
 from pipeline.config import ClusterConfig, Config, UserError
 from pipeline.launch import jobs, preflight, slurm
 from pipeline.launch.allocation import launch as launch_in_allocation
+from pipeline.launch.allocation import own_share
 from pipeline.launch.run_directory import RunDirectory
 
 SCRIPT = """#!/bin/bash
@@ -122,7 +123,7 @@ def test_the_login_node_needs_no_sandbox_and_no_port(tmp_path: Path, monkeypatch
     def unavailable(*_: object) -> None:
         raise UserError("not on a login node")
 
-    monkeypatch.setattr(preflight, "make_sandbox", unavailable)
+    monkeypatch.setattr(preflight, "choose_sandbox", unavailable)
     monkeypatch.setattr(preflight, "reserve_port", unavailable)
     preflight.check_settings(smoke(tmp_path, "cluster=slurm"))
     with pytest.raises(UserError, match="not on a login node"):
@@ -204,7 +205,8 @@ def test_a_job_that_is_submitted_from_a_job_is_another_one(
 @pytest.mark.parametrize(
     ("script", "state"),
     [
-        ("echo RUNNING", "RUNNING"),
+        ("echo '7|RUNNING|n1|1|1:00|None|N/A'", "RUNNING"),
+        ("echo '7|COMPLETED|n1|1|1:00|None|N/A'", None),
         ("true", None),
         ("echo 'slurm_load_jobs error: Invalid job id specified' >&2; exit 1", None),
     ],
@@ -227,16 +229,16 @@ def test_silence_is_not_taken_for_an_end(programs: Callable[[str, str], None], m
 def test_a_run_that_is_in_a_job_is_left_to_it(
     tmp_path: Path, programs: Callable[[str, str], None], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    programs("squeue", "echo PENDING")
+    programs("squeue", "echo '7|PENDING||1|1:00|Priority|N/A'")
     config = smoke(tmp_path, "cluster=slurm")
     run = RunDirectory(Path(config.run_dir))
     slurm.record_submission(run, "7", tmp_path)
     assert jobs.train(config) == 0
     assert "in job 7 already (pending)" in capsys.readouterr().out
     with pytest.raises(UserError, match="in use by job 7"):
-        jobs.rollout(config)
+        jobs.verify(config)
     with pytest.raises(UserError, match="in use by job 7"):
-        jobs.rollout(replace(config, fresh=True))
+        jobs.verify(replace(config, fresh=True))
 
 
 def test_an_allocation_is_a_job_s(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -244,3 +246,16 @@ def test_an_allocation_is_a_job_s(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     config = smoke(tmp_path, "cluster=allocation")
     with pytest.raises(UserError, match="runs inside an sbatch job"):
         launch_in_allocation(config, RunDirectory(Path(config.run_dir)))
+
+
+@pytest.mark.parametrize("step", [1, 3])
+def test_the_tasks_of_an_array_share_the_work_out(monkeypatch: pytest.MonkeyPatch, step: int) -> None:
+    assert own_share("abcdefg") == "abcdefg"
+    monkeypatch.setenv("SLURM_ARRAY_TASK_MIN", "4")
+    monkeypatch.setenv("SLURM_ARRAY_TASK_STEP", str(step))
+    monkeypatch.setenv("SLURM_ARRAY_TASK_COUNT", "3")
+    shares = []
+    for task in range(3):
+        monkeypatch.setenv("SLURM_ARRAY_TASK_ID", str(4 + step * task))
+        shares.append(own_share("abcdefg"))
+    assert shares == ["adg", "be", "cf"]
