@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.config import Config
-from pipeline.launch.overview import counts_overview, node_overview, rollouts_overview
+from pipeline.launch.overview import EndedGroups, counts_overview, node_overview, rollouts_overview
 from pipeline.launch.run_directory import Attempt
 from pipeline.records import GroupSpec, Outcome, PolicyVersion, RolloutRecord, TaskRef, TrainGroup
 from pipeline.report.store import append_jsonl, read_group
@@ -77,6 +77,7 @@ class Coordinator:
         self._changed = threading.Condition()  # re-entrant
         self._reward = load_reward(**asdict(config.reward))
         self._event_count = 0
+        self._ended_groups = EndedGroups()
         self._held: dict[str, frozenset[str]] = {}  # engine rank → groups that it says it works on
         self._unheld: frozenset[tuple[str, int]] = frozenset()  # leases that nobody held at the last audit
         self._audit_due = self._clock() + AUDIT_S
@@ -236,6 +237,7 @@ class Coordinator:
         with self._changed:
             flow, stats = self.flow, self.stats
             counted = self._cells.counts() if self._cells else {"done": None, "total": None}
+            nodes = {f"node{number}" for number in range(self.config.cluster.nodes)}
             return {
                 "time": time.time(),
                 "attempt": self.attempt.number,
@@ -244,11 +246,15 @@ class Coordinator:
                 "updates": {"done": flow.state.update if flow else 0, "planned": flow.updates if flow else 0},
                 "version": str(flow.version) if flow else None,
                 "rollouts": rollouts_overview(flow, self.config.algorithm, stats),
-                "counts": counts_overview(flow, stats),
+                "counts": counts_overview(flow, self._ended_groups.count(flow), stats),
                 "set_aside": dict(flow.state.set_aside) if flow else {},
-                "nodes": [self._node_now(name) for name in sorted({*self.seen, *stats, *self.engines})],
+                "nodes": [self._node_now(name) for name in sorted({*nodes, *self.seen, *stats, *self.engines})],
                 "errors": list(self.errors),
             }
+
+    def news(self) -> tuple[Any, ...]:
+        """Whatever `overview` is worth being written anew for at once."""
+        return (self.phase, self.flow.state.update if self.flow else 0)
 
     def _node_now(self, name: str) -> dict[str, Any]:
         engine, seen = self.engines.get(name), self.seen.get(name)

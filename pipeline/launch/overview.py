@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
+from itertools import islice
 from typing import Any
 
 from pipeline.config import AlgorithmConfig
@@ -26,7 +27,22 @@ def rollouts_overview(flow: GroupFlow | None, algorithm: AlgorithmConfig, stats:
     }
 
 
-def counts_overview(flow: GroupFlow | None, stats: Mapping[str, Any]) -> dict[str, int]:
+class EndedGroups:
+    """How many groups ended which way. Looks at each once, since there may be very many."""
+
+    def __init__(self) -> None:
+        self._counts: Counter[str] = Counter()
+        self._seen = 0
+
+    def count(self, flow: GroupFlow | None) -> Counter[str]:
+        if flow is not None:
+            ended = flow.state.ended  # in the order in which they ended
+            self._counts.update(str(ending) for ending, _ in islice(ended.values(), self._seen, None))
+            self._seen = len(ended)
+        return self._counts
+
+
+def counts_overview(flow: GroupFlow | None, ended: Counter[str], stats: Mapping[str, Any]) -> dict[str, int]:
     """What ended how: groups since the run's start, the rest since this attempt's."""
     total: Counter[str] = Counter()
     for node in stats.values():
@@ -35,7 +51,6 @@ def counts_overview(flow: GroupFlow | None, stats: Mapping[str, Any]) -> dict[st
             total["undelivered"] += amount * (name == "undelivered")
         for name, amount in node.get("counters", {}).items():
             total["infrastructure"] += amount * name.startswith("infrastructure: ")
-    ended = Counter(str(ending) for ending, _ in flow.state.ended.values()) if flow else Counter()
     return {
         **{name: total[name] for name in ("forks", "undelivered", "infrastructure")},
         **{f"groups_{ending}": ended[ending] for ending in ("trained", "skipped", "abandoned")},

@@ -104,17 +104,21 @@ def _can_tell(job: Facts) -> bool:
 
 def _guess(facts: Facts, ended: tuple[str, str | None] | None, now: float) -> tuple[str, str | None]:
     """Neither the coordinator nor Slurm, or the machine that the run is on, can be asked."""
-    if ended is not None:
-        return ended
+    if ended is not None and _trained(facts)[-1]["ending"] in ("done", "stopped"):
+        return ended  # it is not put back into the queue
     age = now - facts["snapshot"]["time"] if facts["snapshot"] else None
-    if age is not None and age < FRESH_S:
+    if ended is None and age is not None and age < FRESH_S:
         return "running", f"by its status.json, {age:.0f} s old"
     return "unknown", "neither its coordinator nor its job could be asked"
 
 
+def _trained(facts: Facts) -> list[Facts]:
+    return [attempt for attempt in facts["attempts"] if attempt["ending"] != "stage done"]
+
+
 def _ended(facts: Facts) -> tuple[str, str | None] | None:
     """How the newest attempt that trained ended, if it left word."""
-    trained = [attempt for attempt in facts["attempts"] if attempt["ending"] != "stage done"]
+    trained = _trained(facts)
     if any(attempt["ending"] == "done" for attempt in trained):
         return "done", None
     if not trained or trained[-1]["ending"] is None:

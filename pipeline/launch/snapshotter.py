@@ -24,15 +24,21 @@ log = logging.getLogger("yoke.status")
 
 
 class Snapshotter:
-    """Writes ``take()`` to ``path`` about every ``every_s`` seconds and whenever its update or phase is another one.
+    """Writes ``take()`` to ``path`` about every ``every_s`` seconds and whenever ``news()`` is another one.
 
     ``check_fence`` is called before each write; once it raises FencedOff, nothing is written any more.
     """
 
     def __init__(
-        self, path: Path, take: Callable[[], dict[str, Any]], check_fence: Callable[[], None], every_s: float = EVERY_S
+        self,
+        path: Path,
+        take: Callable[[], dict[str, Any]],
+        news: Callable[[], Any],
+        check_fence: Callable[[], None],
+        every_s: float = EVERY_S,
     ) -> None:
-        self._path, self._take, self._check_fence, self._every_s = path, take, check_fence, every_s
+        self._path, self._take, self._news = path, take, news
+        self._check_fence, self._every_s = check_fence, every_s
         self._stopping = threading.Event()
         self._failing = False
         self._thread = threading.Thread(target=self._keep, name="snapshotter", daemon=True)
@@ -47,11 +53,10 @@ class Snapshotter:
         due, news = 0.0, None
         while True:
             last = self._stopping.is_set()
-            snapshot = self._take()
-            changed = news != (news := (snapshot["updates"]["done"], snapshot["phase"]["name"]))
+            changed = news != (news := self._news())
             if last or changed or time.monotonic() >= due:
                 due = time.monotonic() + self._every_s
-                if not self._write(snapshot):
+                if not self._write(self._take()):
                     return
             if last:
                 return

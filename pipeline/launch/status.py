@@ -153,16 +153,21 @@ def run(config: Config, words: Sequence[str]) -> int:
     as_json, watched = "--json" in flags, "--watch" in flags
     with Screen(live=watched and not as_json) as screen, suppress(KeyboardInterrupt):
         show = _print_json if as_json else lambda found: screen.show(_view(found))
-        while not _shown(watch, show) and watched:
+        states: list[set[str]] = []
+        while True:
+            found = watch.look()
+            show(found)
+            states.append({status["state"] for status in found})
+            if not watched or _over(states):
+                return 0
             time.sleep(POLL_S)
     return 0
 
 
-def _shown(watch: Watch, show: Callable[[Sequence[Mapping[str, Any]]], None]) -> bool:
-    """Whether all runs have ended."""
-    found = watch.look()
-    show(found)
-    return all(status["state"] in ENDED for status in found)
+def _over(states: Sequence[set[str]]) -> bool:
+    """Whether the runs have ended. One that fails under one's eyes may be started again in a moment."""
+    settled = len(states) == 1 or "failed" not in states[-1] or states[-2] <= set(ENDED)
+    return states[-1] <= set(ENDED) and settled
 
 
 def _view(found: Sequence[Mapping[str, Any]]) -> Any:

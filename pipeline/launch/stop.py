@@ -23,6 +23,7 @@ from pipeline.launch.status import RunWatcher, Watch, find_runs, run_root
 POLL_S = 1.0
 TELL_S = 10.0  # between two lines that say how long it has been waited
 INTERRUPT_S = 10.0
+FAILED_LOOKS = 3  # a `yoke train` on this machine starts a failed run again within a second
 AFTER_WARNING_S = 60.0
 USAGE = "yoke stop RUN [--timeout SECONDS]"
 Status = Mapping[str, Any]
@@ -69,9 +70,11 @@ class Stopper:
     def stop(self, timeout_s: float | None = None) -> int:
         """``timeout_s``: by default the time that a warning before a time limit gives, and a minute."""
         began = told = time.monotonic()
+        failed = 0
         while True:
             status = self._watch.look()[0]
-            if status["state"] in (*ENDED, "not started"):
+            failed = failed + 1 if status["state"] == "failed" else 0
+            if status["state"] in (*ENDED, "not started") and not 0 < failed < FAILED_LOOKS:
                 return self._ended(status)
             limit_s = timeout_s if timeout_s is not None else self._default_s()
             self._ask(status)

@@ -104,7 +104,9 @@ class TrainerRank:
         host = own_host(self.config.cluster)
         server = RpcServer(self.coordinator.methods, token, host if self.config.cluster.nodes == 1 else ANYWHERE, host)
         self.attempt.publish("coordinator", {"url": server.url, "token": token})
-        snapshots = Snapshotter(self.run.status, self.coordinator.overview, self.attempt.check_fence)
+        snapshots = Snapshotter(
+            self.run.status, self.coordinator.overview, self.coordinator.news, self.attempt.check_fence
+        )
         try:
             self._recall_alarms()
             self._check_tasks()

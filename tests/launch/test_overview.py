@@ -25,7 +25,9 @@ STATS = {
 
 
 def make_coordinator(folder: Path) -> Coordinator:
-    config = compose_config(["+experiment=smoke", f"run_dir={folder}", "algorithm.max_outstanding_rollouts=20"])
+    config = compose_config(
+        ["+experiment=smoke", f"run_dir={folder}", "cluster.nodes=3", "algorithm.max_outstanding_rollouts=20"]
+    )
     state = FlowState(
         update=3, ended={"a": ["trained", ""], "b": ["trained", ""], "c": ["skipped", ""]}, set_aside={"codex": "why"}
     )
@@ -67,15 +69,20 @@ def test_it_tells_the_queue_the_counts_and_each_node(tmp_path: Path) -> None:
     }
     assert seen["set_aside"] == {"codex": "why"}
     assert [error["text"] for error in seen["errors"]] == [f"error {n}" for n in range(2, ERRORS_KEPT + 2)]
-    first, second = seen["nodes"]
+    first, second, third = seen["nodes"]
     assert (first["name"], first["vllm"], first["weights"], first["restarts"]) == ("node0", "up", "1.0", 1)
     assert (first["shards_alive"], first["shard_restarts"], first["memory_used_gib"]) == (2, 1, 3.0)
     assert (second["name"], second["vllm"], second["weights"]) == ("node1", "down", None)
     assert 0 <= first["silent_s"] < 60
+    assert (third["name"], third["vllm"], third["silent_s"]) == ("node2", "down", None), "one that has not called yet"
+    assert coordinator.flow
+    coordinator.flow.state.ended["d"] = ["skipped", ""]
+    again = coordinator.overview()["counts"]
+    assert (again["groups_trained"], again["groups_skipped"]) == (2, 2)
 
 
 def test_it_can_be_asked_before_anything_is_there(tmp_path: Path) -> None:
     coordinator = make_coordinator(tmp_path / "run")
-    assert coordinator.overview()["nodes"] == []
+    assert [node["vllm"] for node in coordinator.overview()["nodes"]] == ["down"] * 3
     bare = Coordinator(coordinator.config, coordinator.attempt, None)  # an evaluation by itself has no schedule
     assert bare.overview()["updates"] == {"done": 0, "planned": 0}

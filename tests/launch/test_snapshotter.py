@@ -22,11 +22,15 @@ class Run:
     """What a coordinator would tell; counts how often it was asked."""
 
     def __init__(self) -> None:
-        self.update, self.phase, self.asked = 0, "start", 0
+        self.update, self.phase, self.asked, self.looked = 0, "start", 0, 0
 
     def take(self) -> dict[str, Any]:
         self.asked += 1
-        return {"updates": {"done": self.update}, "phase": {"name": self.phase}, "asked": self.asked}
+        return {"update": self.update, "phase": self.phase, "asked": self.asked}
+
+    def news(self) -> tuple[Any, ...]:
+        self.looked += 1
+        return (self.update, self.phase)
 
 
 def wait_for(what: Callable[[], Any]) -> Any:
@@ -43,15 +47,15 @@ def read(path: Path) -> dict[str, Any]:
 
 def test_news_are_written_at_once_and_the_rest_now_and_then(tmp_path: Path) -> None:
     run, path = Run(), tmp_path / "status.json"
-    keeper = Snapshotter(path, run.take, lambda: None, every_s=1e6)
+    keeper = Snapshotter(path, run.take, run.news, lambda: None, every_s=1e6)
     wait_for(path.exists)
-    first = read(path)["asked"]
-    wait_for(lambda: run.asked > first + 2)
-    assert read(path)["asked"] == first, "nothing new: nothing written before its time"
+    looked = run.looked
+    wait_for(lambda: run.looked > looked + 2)
+    assert run.asked == read(path)["asked"] == 1, "nothing new: nobody is asked, nothing written before its time"
     run.update = 1
-    wait_for(lambda: read(path)["updates"]["done"] == 1)
+    wait_for(lambda: read(path)["update"] == 1)
     run.phase = "train"
-    wait_for(lambda: read(path)["phase"]["name"] == "train")
+    wait_for(lambda: read(path)["phase"] == "train")
     keeper.stop()
     assert read(path)["asked"] == run.asked, "a last one at the end"
     assert [item.name for item in tmp_path.iterdir()] == ["status.json"], "no temporary file is left"
@@ -59,7 +63,7 @@ def test_news_are_written_at_once_and_the_rest_now_and_then(tmp_path: Path) -> N
 
 def test_it_is_written_anew_when_its_time_has_come(tmp_path: Path) -> None:
     run, path = Run(), tmp_path / "status.json"
-    keeper = Snapshotter(path, run.take, lambda: None, every_s=0.0)
+    keeper = Snapshotter(path, run.take, run.news, lambda: None, every_s=0.0)
     wait_for(lambda: read(path).get("asked", 0) > 2)
     keeper.stop()
 
@@ -67,7 +71,7 @@ def test_it_is_written_anew_when_its_time_has_come(tmp_path: Path) -> None:
 def test_a_ghost_leaves_the_file_to_the_newer_attempt(tmp_path: Path) -> None:
     directory, run = RunDirectory(tmp_path / "run"), Run()
     first = directory.new_attempt()
-    keeper = Snapshotter(directory.status, run.take, first.check_fence, every_s=0.0)
+    keeper = Snapshotter(directory.status, run.take, run.news, first.check_fence, every_s=0.0)
     wait_for(directory.status.exists)
     directory.new_attempt()
     wait_for(lambda: not keeper._thread.is_alive())
@@ -89,7 +93,7 @@ def test_a_hanging_file_system_holds_up_one_write_and_nobody_else(
 
     monkeypatch.setattr(snapshotter, "write_text", write)
     run = Run()
-    keeper = Snapshotter(tmp_path / "status.json", run.take, lambda: None, every_s=0.0)
+    keeper = Snapshotter(tmp_path / "status.json", run.take, run.news, lambda: None, every_s=0.0)
     wait_for(lambda: writes)
     run.update = 5
     started = time.monotonic()
@@ -98,7 +102,7 @@ def test_a_hanging_file_system_holds_up_one_write_and_nobody_else(
     assert len(writes) == 1, "one write in flight at a time"
     hang.set()
     keeper._thread.join(LONG_S)
-    assert json.loads(writes[-1])["updates"]["done"] == 5, "what is news goes out when the file system is back"
+    assert json.loads(writes[-1])["update"] == 5, "what is news goes out when the file system is back"
 
 
 def test_a_full_disk_is_told_once_and_tried_again(
@@ -113,7 +117,7 @@ def test_a_full_disk_is_told_once_and_tried_again(
         true_write(target, text)
 
     monkeypatch.setattr(snapshotter, "write_text", write)
-    keeper = Snapshotter(path, Run().take, lambda: None, every_s=0.0)
+    keeper = Snapshotter(path, (run := Run()).take, run.news, lambda: None, every_s=0.0)
     wait_for(path.exists)
     keeper.stop()
     assert [record.levelname for record in caplog.records] == ["WARNING"]

