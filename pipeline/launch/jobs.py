@@ -56,7 +56,7 @@ def train(config: Config) -> int:
 
 def submit(config: Config) -> str:
     """The same for one point of a sweep: submits its run without a word. Returns the job id."""
-    return slurm.submit(config, _open(config))
+    return slurm.submit(config, _open(config, quiet=True))
 
 
 def _dry_run(config: Config) -> int:
@@ -251,7 +251,7 @@ def _report_sweep(sweep: RunDirectory) -> int:
     return report_sweep(sweep.root)
 
 
-def _open(config: Config, joins: bool = False) -> RunDirectory:
+def _open(config: Config, joins: bool = False, quiet: bool = False) -> RunDirectory:
     """Check every setting and task, then make or reopen the run directory. Only training ``joins`` a living run."""
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(message)s")
     config = with_absolute_paths(config)
@@ -263,7 +263,9 @@ def _open(config: Config, joins: bool = False) -> RunDirectory:
         raise UserError(
             f"{run.root} is in use by job {job[0]} ({job[1].lower()}): wait for it, or yoke stop {run.root}"
         )
-    say(f"sandbox: {preflight.check_settings(config, port_is_ours=bool(running))}")
+    sandbox = preflight.check_settings(config, port_is_ours=bool(running))
+    if not quiet:
+        say(f"sandbox: {sandbox}")
     if config.tasks.kind == "harbor":
         preflight.check_tasks_readable(config, run)
     if config.fresh and not allocation.restarted():

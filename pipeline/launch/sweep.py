@@ -38,15 +38,14 @@ def run(overrides: Sequence[Override], compose: Compose) -> int:
     """
     root, points = plan(overrides, compose)
     members = _join(root, points)
-    standings = look(root, [point.name for point in points])
-    _check_fresh(points, standings)
+    places = [f"{number} of {len(points)}" for number in range(1, len(points) + 1)]
+    share = own_share(list(zip(points, look(root, [point.name for point in points]), places, strict=True)))
+    _check_fresh(share)
     if points[0].config.dry_run:
         return _show_plan(root, points)
     words = [str(override.input_line) for override in overrides]
     write_json(root / RECORD, {"schema": SCHEMA, "words": words, "points": [asdict(member) for member in members]})
-    places = [f"{number} of {len(points)}" for number in range(1, len(points) + 1)]
-    numbered = list(zip(points, standings, places, strict=True))
-    codes = [_start(*item) for item in own_share(numbered)]
+    codes = [_start(*item) for item in share]
     if points[0].config.cluster.name == "slurm":
         _tell_jobs(root, points)
     else:
@@ -79,11 +78,17 @@ def _join(root: Path, points: Sequence[Point]) -> list[Member]:
     return list(members.values())
 
 
-def _check_fresh(points: Sequence[Point], standings: Sequence[Standing]) -> None:
+def _check_fresh(share: Sequence[tuple[Point, Standing, str]]) -> None:
     """Raises UserError when fresh=true would delete a run that is going on."""
-    for point, standing in zip(points, standings, strict=True):
-        if point.config.fresh and standing["state"] in ON_ITS_WAY:
+    for point, standing, _ in share:
+        if point.config.fresh and _on_its_way(standing):
             raise UserError(f"{point.run.root} is {standing['state']}: `yoke stop` it before you start over")
+
+
+def _on_its_way(standing: Standing) -> bool:
+    """Whether a run is queued or running, but for a run of the very job that this is: that was an earlier start."""
+    job = job_of(standing)
+    return standing["state"] in ON_ITS_WAY and (job is None or job != own_job())
 
 
 def _show_plan(root: Path, points: Sequence[Point]) -> int:
@@ -112,9 +117,8 @@ def _start(point: Point, standing: Standing, place: str) -> int:
 
 def _left_alone(point: Point, standing: Standing) -> str:
     """Why the point is not started now, or nothing."""
-    job = job_of(standing)
-    if standing["state"] in ON_ITS_WAY and (job is None or job != own_job()):  # of this job it is an earlier start
-        return f"{standing['state']} already" + (f", job {job}" if job else "")
+    if _on_its_way(standing):
+        return f"{standing['state']} already" + (f", job {job}" if (job := job_of(standing)) else "")
     finished = standing["state"] == "done" and not point.config.fresh and jobs.covered(point.config, point.run)
     return "done before" if finished else ""
 

@@ -306,6 +306,8 @@ def test_a_job_that_was_requeued_goes_on_with_the_point_it_was_at(
     monkeypatch.setattr(sweep, "own_job", lambda: "101")
     assert yoke(TWO, "cluster=allocation") == 0
     assert seen == [NAMES[1]]
+    cluster.jobs["100"] = ""
+    assert yoke(TWO, "cluster=allocation", "fresh=true") == 0, "its own start does not stand in its way"
 
 
 # --- on this machine
