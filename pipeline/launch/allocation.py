@@ -57,7 +57,7 @@ def launch(config: Config, run: RunDirectory) -> int:
     submission = DelayedSubmission(YokeProgram(asdict(config), str(run.root)))
     submission.set_timeout(config.cluster.timeout_min, NO_TIMEOUT_BOUND)
     submission.dump(paths.submitted_pickle)
-    record_submission(run, job_id, code)
+    record_submission(config, run, job_id, code)
     print(f"yoke: job {job_id} on {_nodes()} nodes; logs in {run.attempts}/NNNN/logs", flush=True)
     rc = subprocess.call(["bash", "-c", "\n".join([*setup_lines(config.cluster, code), _command(config, paths)])])
     after_srun(run, rc)

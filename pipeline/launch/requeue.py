@@ -6,6 +6,7 @@ requeues by itself; this is for crashes, which no callback sees.
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -103,13 +104,21 @@ def _look(run: RunDirectory, rc: int, job_id: str) -> Ended:
         rc=rc,
         restart=_restart(),
         job=_show(job_id) if rc else {},
-        max_requeues=run.saved_config().cluster.max_requeues,
+        max_requeues=_bound(run, job_id),
         crashes_here=_crashes_here(run, job_id),
         done=run.done is not None,
         stopped=attempt is not None and attempt.read("stopped") is not None,
         mistake=mistake,
         failure="" if mistake or not failed["text"] else f"{failed['rank']}: {failed['text']}",
     )
+
+
+def _bound(run: RunDirectory, job_id: str) -> int:
+    """``cluster.max_requeues`` as this job was submitted with; the run's own where the job is not the run's."""
+    path = run.root / "submission.json"
+    submission = json.loads(path.read_text()) if path.exists() else {}
+    own = submission.get("job_id") == job_id
+    return int(submission["max_requeues"]) if own else run.saved_config().cluster.max_requeues
 
 
 def _own_attempt(run: RunDirectory, job_id: str) -> Attempt | None:

@@ -166,7 +166,8 @@ def _requeues(facts: Facts, job: Facts | None) -> dict[str, int | None] | None:
     if job is None or job["kind"] != "slurm":
         return None
     restarts = [a["job"]["restart"] for a in facts["attempts"] if str(a["job"].get("slurm")) == job["id"]]
-    return {"used": max(restarts, default=0), "max": facts["settings"]["max_requeues"]}
+    bound = (facts["submission"] or {}).get("max_requeues", facts["settings"]["max_requeues"])
+    return {"used": max(restarts, default=0), "max": bound}
 
 
 # --- how far it is

@@ -71,8 +71,7 @@ class _Executor(submitit.SlurmExecutor):
 def launch(config: Config, run: RunDirectory) -> int:
     """`yoke train cluster=slurm`: submit the run and say how to follow it."""
     job_id = submit(config, run)
-    said = f"submitted job {job_id}"
-    print(f"{said}: {config.cluster.nodes} node{'s' * (config.cluster.nodes > 1)}, {run.root}")
+    print(f"submitted job {job_id}: {config.cluster.nodes} node{'s' * (config.cluster.nodes > 1)}, {run.root}")
     print(f"  follow    yoke status {run.root} --watch")
     print(f"  stop      yoke stop {run.root}")
     print(f"  logs      {run.attempts}/NNNN/logs; of the start: {run.root}/jobs/{job_id}_0_log.out")
@@ -91,13 +90,13 @@ def submit(config: Config, run: RunDirectory) -> str:
         print(f"the code has changed since the last submission: this job runs {code}")
     executor = make_executor(config, run, code)
     job_id = send(executor, YokeProgram(asdict(config), str(run.root)))
-    record_submission(run, job_id, code)
+    record_submission(config, run, job_id, code)
     return job_id
 
 
-def record_submission(run: RunDirectory, job_id: str, code: Path) -> None:
-    """Leave word of the job that the run is in."""
-    record = {"job_id": job_id, "time": time.time(), "code": str(code)}
+def record_submission(config: Config, run: RunDirectory, job_id: str, code: Path) -> None:
+    """Leave word of the job that the run is in; its own settings of the cluster may be newer than the run's."""
+    record = {"job_id": job_id, "time": time.time(), "code": str(code), "max_requeues": config.cluster.max_requeues}
     write_text(run.root / "submission.json", json.dumps(record))
 
 

@@ -12,6 +12,7 @@ from pipeline.cli import compose_config
 from pipeline.launch import requeue
 from pipeline.launch.requeue import Ended, decide
 from pipeline.launch.run_directory import RunDirectory
+from pipeline.launch.slurm import record_submission
 
 CRASH = Ended(rc=1, restart=2, job={"JobState": "RUNNING", "Restarts": "2"}, max_requeues=5)
 
@@ -132,3 +133,12 @@ def test_a_task_of_an_array_is_requeued_alone(run: RunDirectory, monkeypatch: py
     monkeypatch.setenv("SLURM_ARRAY_TASK_ID", "2")
     assert requeue.after_srun(run, 1).requeue
     assert asked(run) == "--oneliner show job 7_2\nrequeue 7_2\n"
+
+
+def test_the_bound_is_that_of_the_job(run: RunDirectory) -> None:
+    config = run.saved_config()
+    config.cluster.max_requeues = 0
+    record_submission(config, run, "6", run.root)
+    assert requeue.after_srun(run, 1).requeue
+    record_submission(config, run, "7", run.root)
+    assert "cluster.max_requeues=0 is used up" in requeue.after_srun(run, 1).why

@@ -232,7 +232,7 @@ def test_a_run_that_is_in_a_job_is_left_to_it(
     programs("squeue", "echo '7|PENDING||1|1:00|Priority|N/A'")
     config = smoke(tmp_path, "cluster=slurm")
     run = RunDirectory(Path(config.run_dir))
-    slurm.record_submission(run, "7", tmp_path)
+    slurm.record_submission(config, run, "7", tmp_path)
     assert jobs.train(config) == 0
     assert "in job 7 already (pending)" in capsys.readouterr().out
     with pytest.raises(UserError, match="in use by job 7"):
