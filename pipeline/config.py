@@ -146,7 +146,7 @@ class SandboxConfig:
     """Isolation and limits of everything that an agent or a verifier starts."""
 
     kind: str = "auto"  # auto | bubblewrap | apptainer | process
-    image: str = ""  # of apptainer: a .sif file, an address (docker://…); "" = this machine's /usr
+    image: str = ""  # of apptainer: a .sif file, an address (docker://…), "task"; "" = this machine's
     pull_timeout_s: float = 1800.0  # for fetching the image, once
     memory_mb: int = 4096
     processes: int = 256

@@ -36,7 +36,9 @@ def ensure_gates(config: Config, run: RunDirectory) -> int | None:
 def check_all(config: Config, run: RunDirectory) -> int:
     """Oracle → 1 and nop → 0 on every task; returns their number. Raises UserError that names the first that fail."""
     tasks = [*load_split(config, run, "train"), *load_split(config, run, "test")]
-    failures = asyncio.run(check_tasks(tasks, make_sandbox(config.sandbox), config.concurrency))
+    failures = asyncio.run(
+        check_tasks(tasks, make_sandbox(config.sandbox), config.concurrency, system=config.sandbox.image)
+    )
     if failures:
         shown = "; ".join(str(failure) for failure in failures[:3])
         raise UserError(f"{len(failures)} of {len(tasks)} tasks fail their own check: {shown}")

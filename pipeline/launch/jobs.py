@@ -88,6 +88,7 @@ def check(config: Config) -> int:
     say(f"sandbox: {preflight.check_settings(config)}")
     with tempfile.TemporaryDirectory() as scratch:
         run = RunDirectory(Path(scratch))
+        preflight.check_tasks_readable(config, run)
         say(f"settings are fine; {check_all(config, run)} tasks are: the oracle scores 1, doing nothing scores 0")
     return 0
 

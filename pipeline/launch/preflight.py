@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Collection
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from pipeline.config import ClusterConfig, Config, UserError
@@ -16,7 +16,7 @@ from pipeline.launch.data import load_split
 from pipeline.launch.run_directory import RunDirectory
 from pipeline.launch.slurm import SET_BY_US
 from pipeline.sandbox.base import choose_sandbox
-from pipeline.sandbox.images import fetch_image
+from pipeline.sandbox.images import TASK, fetch_image
 from pipeline.stages.advantage import load_reward
 from pipeline.stages.schedule import weighted_cycle
 
@@ -180,6 +180,11 @@ def _check_place(run_dir: Path) -> None:
 
 
 def check_tasks_readable(config: Config, run: RunDirectory) -> None:
-    """Raises UserError for a task directory that is not in Harbor's format."""
-    for split in ("train", "test"):
-        load_split(config, run, split)
+    """Have the tasks' images at hand, if they are asked for.
+
+    Raises UserError for a task directory that is not in Harbor's format, or an image that cannot be had.
+    """
+    tasks = [task for split in ("train", "test") for task in load_split(config, run, split)]
+    if config.sandbox.image == TASK:
+        for image in sorted({task.image for task in tasks} - {""}):
+            fetch_image(replace(config.sandbox, image=image))

@@ -32,7 +32,7 @@ from pipeline.sandbox import seccomp
 from pipeline.sandbox.base import HOME, PATH, WORKSPACE, SandboxError, SandboxSpec
 from pipeline.sandbox.bubblewrap import ETC, HIDDEN, HOST_ETC, START_S, counts_by_namespace
 from pipeline.sandbox.disk import DiskWatch, writable_places
-from pipeline.sandbox.images import Image, find, host_system
+from pipeline.sandbox.images import TASK, Image, find, host_system, kept_as
 from pipeline.sandbox.process import supervised
 from pipeline.sandbox.running import Log, RunningSandbox, memory_file, readable
 from pipeline.sandbox.watch import TreeWatch, listed
@@ -127,8 +127,9 @@ class ApptainerSandbox:
     def __init__(self, config: SandboxConfig) -> None:
         self._config = config
         self._program = find_apptainer()
-        self._images = self._find_images()
-        self._image = self._images[0]
+        named = "" if config.image == TASK else config.image
+        self._images: dict[str, Image] = {}  # those that have been tried, by the name that a spec gives
+        self._default = self._variants(named)
         self._filter = seccomp.program(nesting=False)
 
     @property
@@ -136,37 +137,52 @@ class ApptainerSandbox:
         """Of the program."""
         return self._program.version
 
-    def _find_images(self) -> list[Image]:
-        """The file system, with each Python that process 1 could run on: this one, and an image's own."""
+    def _variants(self, name: str) -> list[Image]:
+        """The file system of that name, with each Python that process 1 could run on: this one, and an image's own."""
         python, base = os.path.realpath(sys.executable), os.path.realpath(sys.base_prefix)
         in_system = Path(base).is_relative_to("/usr")
-        if not self._config.image:
+        if not name:
             image = host_system(python, HOST_ETC)
             return [image if in_system else replace(image, binds=(*image.binds, (base, base)))]
-        image = find(self._config.image, self._program.path, self._config.pull_timeout_s)
+        image = find(name, self._program.path, self._config.pull_timeout_s)
         return [*(() if in_system else (replace(image, binds=((base, base),), python=python),)), image]
 
     def probe(self) -> str | None:
         """Build one sandbox around `true`, by the first way that works. Returns why none did, or None."""
         with ThreadPoolExecutor(1) as thread:  # this one may have an event loop already
-            return thread.submit(asyncio.run, self._probe()).result()
+            return thread.submit(asyncio.run, self._probe("", self._default)).result()
 
-    async def _probe(self) -> str | None:
+    async def _probe(self, name: str, images: list[Image]) -> str | None:
         complaints: dict[str, list[str]] = {}
-        for image, mode in itertools.product(self._images, MODES):
-            self._image, self._program = image, replace(self._program, mode=mode)
+        for image, program in itertools.product(images, [replace(self._program, mode=mode) for mode in MODES]):
             try:
-                ended = await (await self.launch(SandboxSpec(("true",), timeout_s=START_S))).wait()
+                running = await self._launch(SandboxSpec(("true",), timeout_s=START_S), program, image)
+                ended = await running.wait()
                 if ended.returncode == 0:
+                    self._program, self._images[name] = program, image
                     return None
                 complaint = f"`true` ended with {ended.returncode}"
             except SandboxError as error:
                 complaint = str(error)
-            complaints.setdefault(complaint, []).append(" ".join(mode) or "set-user-id")
+            complaints.setdefault(complaint, []).append(" ".join(program.mode) or "set-user-id")
         return "; ".join(f"{' and '.join(dict.fromkeys(ways))}: {text}" for text, ways in complaints.items())
+
+    async def _image_of(self, spec: SandboxSpec) -> Image:
+        """Raises SandboxError when the task's own image is not at hand, or nothing runs in it."""
+        name = spec.image if self._config.image == TASK else ""
+        if name not in self._images:
+            if name and not kept_as(name).exists():
+                raise SandboxError(f"{name} is not at hand: run yoke check sandbox.image={TASK} where a network is")
+            images = self._variants(name) if name else self._default
+            if complaint := await self._probe(name, images):
+                raise SandboxError(f"{name}: {complaint}")
+        return self._images[name]
 
     async def launch(self, spec: SandboxSpec) -> RunningSandbox:
         """See Sandbox.launch."""
+        return await self._launch(spec, self._program, await self._image_of(spec))
+
+    async def _launch(self, spec: SandboxSpec, program: Program, image: Image) -> RunningSandbox:
         held = ExitStack()
         try:
             scratch = Path(tempfile.mkdtemp(prefix="yoke-"))
@@ -178,7 +194,7 @@ class ApptainerSandbox:
             held.callback(words.close)
             with ExitStack() as given:
                 ends = _Ends(held, given)
-                popen = self._start(spec, scratch, ends, given, log, words)
+                popen = self._start(spec, program, image, scratch, ends, given, log, words)
             held.callback(_end, popen)
             met = await _meet(ends.control, popen, words, held)
             if spec.listen_port is None:
@@ -187,9 +203,7 @@ class ApptainerSandbox:
             return RunningSandbox(
                 popen,
                 met.leader,
-                TreeWatch(
-                    lambda: os.dup(met.inside.proc), listed, met.stat, self._config, MEMORY, self._config.tmp_mb << 20
-                ),
+                self._watch(met),
                 disk,
                 stop=signal.SIGKILL,
                 timeout_s=spec.timeout_s,
@@ -208,15 +222,23 @@ class ApptainerSandbox:
         return TreeWatch(lambda: os.dup(proc), listed, met.stat, self._config, MEMORY, self._config.tmp_mb << 20)
 
     def _start(
-        self, spec: SandboxSpec, scratch: Path, ends: _Ends, given: ExitStack, log: Log, words: Log
+        self,
+        spec: SandboxSpec,
+        program: Program,
+        image: Image,
+        scratch: Path,
+        ends: _Ends,
+        given: ExitStack,
+        log: Log,
+        words: Log,
     ) -> subprocess.Popen[bytes]:
         output = [os.open(os.devnull, os.O_WRONLY) if log.stdout == subprocess.DEVNULL else os.dup(log.stdout)]
         output.append(os.dup(log.stderr))
         for descriptor in output:
             given.callback(os.close, descriptor)
-        order = memory_file(given, json.dumps(self._order(spec, output)).encode())
+        order = memory_file(given, json.dumps(self._order(spec, program, image, output)).encode())
         descriptors = (ends.theirs.fileno(), ends.status_end, order)
-        command = self._program.command_line(self._image, spec, scratch, descriptors)
+        command = program.command_line(image, spec, scratch, descriptors)
         return subprocess.Popen(
             supervised(ends.started.fileno(), "CORE=0", scratch, command),
             env={"PATH": os.environ.get("PATH", PATH)},  # readable inside at /proc/1/environ: nothing of ours
@@ -228,12 +250,12 @@ class ApptainerSandbox:
             start_new_session=True,
         )
 
-    def _order(self, spec: SandboxSpec, output: list[int]) -> dict[str, object]:
+    def _order(self, spec: SandboxSpec, program: Program, image: Image, output: list[int]) -> dict[str, object]:
         config = self._config
         limits = {"NOFILE": config.open_files, "FSIZE": config.file_mb << 20, "CORE": 0}
-        if self._program.mode and counts_by_namespace():
+        if program.mode and counts_by_namespace():
             limits["NPROC"] = config.processes
-        path = {} if self._config.image else {"PATH": PATH}  # an image has its own
+        path = {"PATH": PATH} if image.host else {}  # an image has its own
         return {
             "argv": spec.argv,
             "env": {**path, "HOME": HOME, "LANG": "C.UTF-8", "TMPDIR": "/tmp", **spec.env},

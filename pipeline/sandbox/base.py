@@ -32,6 +32,7 @@ class SandboxSpec:
     ``mounts`` (host path, path inside, writable) elsewhere. With ``listen_port`` a socket listens inside at
     127.0.0.1:port and is handed to the caller, and the command waits for ``go()``. ``stdin`` is the text it reads
     (None: nothing). stdout and stderr are appended to ``stdout``. ``timeout_s`` counts from ``go()``.
+    ``image`` is the address of the task's own, which only sandbox.image=task asks for.
     """
 
     argv: tuple[str, ...]
@@ -44,6 +45,7 @@ class SandboxSpec:
     stdin: str | None = None
     stdout: Path | None = None
     timeout_s: float = 60.0
+    image: str = ""
 
 
 @dataclass(frozen=True)

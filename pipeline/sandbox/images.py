@@ -24,6 +24,7 @@ from pipeline.sandbox.base import HOME
 
 logger = logging.getLogger(__name__)
 
+TASK = "task"  # sandbox.image: each task's own, as its task.toml says
 CLAIM_S = 30.0  # a claim that nobody has renewed for so long is a dead builder's
 WAIT_S = 1.0
 ROOT_LINKS = ("bin", "sbin", "lib", "lib32", "lib64")
@@ -49,6 +50,7 @@ class Image:
     path: Path
     binds: tuple[tuple[str, str], ...] = ()
     python: str = "python3"
+    host: bool = False  # the machine's own system
 
 
 def folder() -> Path:
@@ -76,7 +78,7 @@ def host_system(python: str, etc: tuple[str, ...]) -> Image:
             raise UserError(
                 f"cannot make {target} ({error.strerror}): set YOKE_HOME to a place that you may write to"
             ) from None
-    return Image(target, binds, python)
+    return Image(target, binds, python, host=True)
 
 
 def _lay_out(target: Path, links: dict[str, str], places: list[str], files: list[str]) -> None:
@@ -117,7 +119,7 @@ def find(name: str, program: str, timeout_s: float) -> Image:
 
 def fetch_image(config: SandboxConfig) -> None:
     """Have the image of ``config`` at hand, before a job is sent to nodes without a network. Raises UserError."""
-    if config.image and not ("://" in config.image and kept_as(config.image).exists()):
+    if config.image not in ("", TASK) and not ("://" in config.image and kept_as(config.image).exists()):
         find(config.image, shutil.which("apptainer") or "", config.pull_timeout_s)
 
 

@@ -43,15 +43,17 @@ async def check_tasks(
     sandbox: Sandbox,
     concurrency: int,
     cache: Path = CACHE,
+    system: str = "",
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> list[GateFailure]:
     """The failures of oracle and nop over ``tasks``, in their order; a task without a solution is only checked by nop.
 
-    Tasks that passed before with the same contents are not run again: ``cache`` holds their hashes. ``progress`` is
-    told (done, total) after each task.
+    Tasks that passed before with the same contents are not run again: ``cache`` holds their hashes, with the name of
+    the ``system`` in which they passed, where that is not a machine's own. ``progress`` is told (done, total) after
+    each task.
     """
     passed = _read_cache(cache)
-    digests = [content_digest(task.ref.path) for task in tasks]
+    digests = [content_digest(task.ref.path) + system for task in tasks]
     gate = asyncio.Semaphore(concurrency)
     done = 0
 
@@ -113,6 +115,7 @@ async def _oracle(task: HarborTask, solution: Path, sandbox: Sandbox, place: Pat
         mounts=((scripts, "/solution", False),),
         stdout=place / "output",
         timeout_s=task.agent_timeout_s,
+        image=task.image,
     )
     try:
         exit_ = await run_to_end(sandbox, spec)

@@ -142,6 +142,7 @@ class Workshop:
                 listen_port=INSIDE_PORT,
                 stdout=place / "output",
                 timeout_s=min(timeout_s, task.agent_timeout_s),
+                image=task.image,
             )
         )
         try:

@@ -136,6 +136,7 @@ async def _verify_in(place: Path, task: HarborTask, workspace: Path, sandbox: Sa
         mounts=((tests, "/tests", False), (logs, "/logs", True)),
         stdout=place / "output",
         timeout_s=task.verifier_timeout_s,
+        image=task.image,
     )
     exit_ = await run_to_end(sandbox, spec)
     if exit_.timed_out:

@@ -45,6 +45,7 @@ class _VerifierSection(_Section):
 
 class _EnvironmentSection(_Section):
     workdir: str | None = None
+    docker_image: str | None = None
 
 
 class _TaskFile(_Section):
@@ -72,6 +73,7 @@ class HarborTask:
     verifier_timeout_s: float
     verifier_env: dict[str, str] = field(default_factory=dict)
     workdir: str | None = None
+    image: str = ""  # environment.docker_image as an address: docker://…
     metadata: dict[str, Any] = field(default_factory=dict)
 
 
@@ -94,6 +96,7 @@ def load_task(path: Path | str) -> HarborTask:
         verifier_timeout_s=config.verifier.timeout_sec,
         verifier_env=_literal_env(root, config.verifier.env),
         workdir=config.environment.workdir,
+        image=f"docker://{config.environment.docker_image}" if config.environment.docker_image else "",
         metadata=config.metadata,
     )
 

@@ -24,8 +24,11 @@ from pathlib import Path
 import pytest
 from real_apptainer import needs_apptainer
 
+from pipeline.cli import compose_config
 from pipeline.config import SandboxConfig, UserError
-from pipeline.sandbox import SandboxSpec, images, make_sandbox
+from pipeline.launch.preflight import check_tasks_readable
+from pipeline.launch.run_directory import RunDirectory
+from pipeline.sandbox import SandboxError, SandboxSpec, images, make_sandbox
 from pipeline.sandbox.apptainer import ETC, FIRST, ApptainerSandbox, Program, find_apptainer
 from pipeline.sandbox.base import choose_sandbox
 from pipeline.sandbox.bubblewrap import BubblewrapSandbox
@@ -403,6 +406,44 @@ def test_a_rollout_in_a_real_image(tmp_path: Path) -> None:
     assert lines[-2].startswith("/usr/bin:/image/bin") and not lines[-2].endswith("1")
     assert "Read-only file system" in lines[-1]
     assert os.listdir(workspace) == ["made"]
+
+
+@needs_apptainer
+@needs_images
+def test_each_task_has_its_own_image(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As fetched before; a task that names none has this machine's system; one that was not fetched says what to do."""
+    monkeypatch.setenv("YOKE_HOME", str(tmp_path / "home"))
+    small_system(tmp_path / "root")
+    images.folder().mkdir(parents=True)
+    build = ["apptainer", "--silent", "build", str(kept_as(NAME)), str(tmp_path / "root")]
+    subprocess.run(build, check=True, capture_output=True, timeout=120)
+
+    async def seen(image: str) -> str:
+        sandbox = make_sandbox(SandboxConfig(kind="apptainer", image="task"))
+        log = tmp_path / f"log{len(image)}"
+        spec = SandboxSpec(("bash", "-c", "[ -e /of-the-image ] && echo image || echo host"), stdout=log, image=image)
+        await (await sandbox.launch(spec)).wait()
+        return log.read_text().strip()
+
+    assert asyncio.run(seen(NAME)) == "image"
+    assert asyncio.run(seen("")) == "host"
+    with pytest.raises(SandboxError, match=r"docker://other is not at hand: run yoke check sandbox\.image=task"):
+        asyncio.run(seen("docker://other"))
+
+
+def test_the_check_of_tasks_fetches_their_images(stand_in: StandIn, tmp_path: Path) -> None:
+    for name, line in {"one": 'docker_image = "debian:12"', "two": "", "three": 'docker_image = "debian:12"'}.items():
+        for file in ("tests/test.sh", "instruction.md", "environment/x"):
+            (tmp_path / "tasks" / name / file).parent.mkdir(parents=True, exist_ok=True)
+            (tmp_path / "tasks" / name / file).write_text("x")
+        (tmp_path / "tasks" / name / "task.toml").write_text(f"[environment]\n{line}\n")
+    place = tmp_path / "tasks"
+    config = compose_config(["+experiment=smoke", "tasks.kind=harbor", f"tasks.train={place}", f"tasks.test={place}"])
+    check_tasks_readable(config, RunDirectory(tmp_path / "run"))
+    assert stand_in.pulls == []
+    config.sandbox.image = "task"
+    check_tasks_readable(config, RunDirectory(tmp_path / "run"))
+    assert len(stand_in.pulls) == 1 and stand_in.pulls[0].endswith(" docker://debian:12")
 
 
 if __name__ == "__main__":

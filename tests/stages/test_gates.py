@@ -63,8 +63,8 @@ def make_task(
     return load_task(path)
 
 
-def check(tasks: Sequence[HarborTask], sandbox: Sandbox, cache: Path) -> list[GateFailure]:
-    return asyncio.run(check_tasks(tasks, sandbox, 2, cache))
+def check(tasks: Sequence[HarborTask], sandbox: Sandbox, cache: Path, system: str = "") -> list[GateFailure]:
+    return asyncio.run(check_tasks(tasks, sandbox, 2, cache, system))
 
 
 @pytest.mark.parametrize("kind", ["bubblewrap", "process"])
@@ -119,6 +119,15 @@ def test_the_second_check_runs_only_what_changed_or_failed(tmp_path: Path, count
     assert counting.launches == 15
 
 
+def test_a_check_in_another_image_is_another_check(tmp_path: Path, counting: CountingSandbox) -> None:
+    tasks, cache = [make_task(tmp_path, "a")], tmp_path / "cache.json"
+    counts = []
+    for system in ("", "docker://a", "docker://b", "docker://a", ""):
+        check(tasks, counting, cache, system)
+        counts.append(len(counting.specs))
+    assert 0 < counts[0] < counts[1] < counts[2] == counts[3] == counts[4]
+
+
 def test_a_damaged_cache_costs_only_time(tmp_path: Path, counting: CountingSandbox) -> None:
     cache = tmp_path / "cache.json"
     cache.write_text('["torn')
@@ -149,7 +158,9 @@ def test_progress_counts_every_task(tmp_path: Path, counting: CountingSandbox) -
     tasks = [make_task(tmp_path, name) for name in "abc"]
     told: list[tuple[int, int]] = []
     asyncio.run(
-        check_tasks(tasks, counting, 2, tmp_path / "cache.json", lambda done, total: told.append((done, total)))
+        check_tasks(
+            tasks, counting, 2, tmp_path / "cache.json", progress=lambda done, total: told.append((done, total))
+        )
     )
     assert told == [(1, 3), (2, 3), (3, 3)]
 
