@@ -102,7 +102,8 @@ def _job(status: Status) -> str:
     if job is None:
         return ""
     if job["kind"] == "local":
-        return f"process {job['pid']}" + (f" on {job['host']}" if job["host"] else "")
+        gone = " (gone)" if job["alive"] is False else ""
+        return f"process {job['pid']}{gone}" + (f" on {job['host']}" if job["host"] else "")
     parts = [
         f"Slurm {job['id']} {job['state'] or ''}".strip(),
         f"on {job['nodes']}" if job["nodes"] else _labelled("nodes", job["count"]),
