@@ -23,13 +23,13 @@ from pipeline.engine.server import SERVED_MODEL_NAME, EngineServer
 from pipeline.harness.base import harness_root
 from pipeline.launch.coordinator import LONG_POLL_S, spec_from_json
 from pipeline.launch.health import HealthProbe
+from pipeline.launch.kept import KeptRollouts, group_name, rollout_name
 from pipeline.launch.rpc import RpcClient, RpcError, RpcServer
 from pipeline.launch.run_directory import RENDEZVOUS_S, Attempt
 from pipeline.records import GroupSpec, PolicyVersion, RolloutRecord
-from pipeline.report.store import read_group, write_group
+from pipeline.report.store import write_group
 from pipeline.sandbox.base import make_sandbox
-from pipeline.stages.evaluation import is_graded, write_cell
-from pipeline.stages.flow import is_usable
+from pipeline.stages.evaluation import write_cell
 from pipeline.stages.rollout import Workshop
 
 log = logging.getLogger("yoke.engine")
@@ -65,6 +65,7 @@ class EngineRank:
         self.tokens: list[tuple[float, int]] = []
         self.restarts = 0
         self.health = HealthProbe()
+        self.kept = KeptRollouts(attempt)
         self.up = asyncio.Event()
         self.last_down = time.monotonic()
         self.restart_wanted = False
@@ -217,11 +218,11 @@ class EngineRank:
         if work["kind"] == "evaluate":
             path = write_cell(Path(work["path"]), records)
         else:
-            path = self.attempt.groups / f"{spec.group_id}.parquet"
+            path = self.attempt.groups / group_name(spec)
             write_group(path, records)
         await self._close(work, path)
         for index in work["indices"]:
-            self._rollout_file(self.attempt, spec, index).unlink(missing_ok=True)
+            self._rollout_file(spec, index).unlink(missing_ok=True)
 
     async def _close(self, work: dict[str, Any], path: Path) -> None:
         for last in (False, False, True):
@@ -252,24 +253,15 @@ class EngineRank:
             self.queued -= waiting
         self.tokens.append((time.monotonic(), record.sampled_tokens))
         if work["kind"] == "train":
-            write_group(self._rollout_file(self.attempt, spec, index), [record])
+            write_group(self._rollout_file(spec, index), [record])
         return record
 
-    def _rollout_file(self, attempt: Attempt, spec: GroupSpec, index: int) -> Path:
-        return attempt.rollouts / f"{spec.group_id}-{index}.parquet"
+    def _rollout_file(self, spec: GroupSpec, index: int) -> Path:
+        return self.attempt.rollouts / rollout_name(spec, index)
 
     def _kept(self, spec: GroupSpec, index: int, work: dict[str, Any]) -> RolloutRecord | None:
         """A graded rollout of an earlier attempt, fresh enough and of weights that led to the present ones."""
-        if work["kind"] != "train":
-            return None
-        for number in reversed(self.attempt.run.attempt_numbers()):
-            earlier = self.attempt.run.attempt(number)
-            for path in (self._rollout_file(earlier, spec, index), earlier.groups / f"{spec.group_id}.parquet"):
-                if number < self.attempt.number and path.exists():
-                    record = next((record for record in read_group(path) if record.index == index), None)
-                    if record and is_graded(record) and is_usable(record, work["keep_from"], work["lineage"]):
-                        return record
-        return None
+        return self.kept.find(spec, index, work) if work["kind"] == "train" else None
 
     # --- watching
 
