@@ -74,7 +74,9 @@ class Coordinator:
         self.started = time.time()
         self._cells: Cells | None = None
         self._stopping = False
-        self._changed = threading.Condition()  # re-entrant
+        lock = threading.RLock()
+        self._changed = threading.Condition(lock)  # what the trainer waits for
+        self._supply = threading.Condition(lock)  # what leases wait for: 128 of them wake for nothing in 5 ms
         self._reward = load_reward(**asdict(config.reward))
         self._event_count = 0
         self._ended_groups = EndedGroups()
@@ -147,7 +149,7 @@ class Coordinator:
                 left = deadline - self._clock()
                 if work is not None or left <= 0:
                     return {"work": work, "stop": False}
-                self._changed.wait(left)
+                self._supply.wait(left)
 
     def _work_for(self, engine: str) -> dict[str, Any] | None:
         known = self.engines.get(engine)
@@ -175,11 +177,14 @@ class Coordinator:
         if work["kind"] == "train":
             records = score(records, self._reward)  # the user's function may be slow: not under the lock
         with self._changed:
+            before = self.flow.outstanding_rollouts if self.flow else 0
             if work["kind"] == "train":
                 self._close_train(engine, work, records)
             elif self._cells is not None:
                 self._cells.close(work, records)
             self._changed.notify_all()
+            if self._cells is not None or (self.flow and self.flow.outstanding_rollouts < before):
+                self._supply.notify_all()
         return {}
 
     def _close_train(self, engine: str, work: dict[str, Any], records: tuple[RolloutRecord, ...]) -> None:
@@ -290,13 +295,14 @@ class Coordinator:
     def set_phase(self, phase: str) -> None:
         with self._changed:
             self.phase = phase
-            self._changed.notify_all()
+            self._supply.notify_all()
 
     def set_weights(self, engine: Engine, version: str) -> None:
         """``engine`` now serves ``version``; it may be given groups."""
         with self._changed:
-            engine.weights = version
-            self._changed.notify_all()
+            fresh, engine.weights = not engine.weights, version
+            if fresh:
+                self._supply.notify_all()
 
     def drop_engine(self, engine: Engine) -> None:
         """The weights of ``engine`` are in doubt: it counts as down, unless it has registered anew meanwhile."""
@@ -324,7 +330,7 @@ class Coordinator:
                 if self._cells is not None:
                     self._cells.release(name)
             if lost or self._audit(now):
-                self._changed.notify_all()
+                self._supply.notify_all()
         return lost
 
     def _audit(self, now: float) -> bool:
@@ -360,7 +366,11 @@ class Coordinator:
     def take_batch(self) -> list[ReadyGroup] | None:
         assert self.flow is not None
         with self._changed:
-            return self.flow.take_batch(self._clock())
+            before = self.flow.outstanding_rollouts
+            batch = self.flow.take_batch(self._clock())
+            if self.flow.outstanding_rollouts < before:  # what is taken, or was too old, holds no credit any more
+                self._supply.notify_all()
+            return batch
 
     def finish_update(self, batch: list[ReadyGroup]) -> Progress:
         """Counts the update in the flow. Returns the figures of the groups closed since the one before."""
@@ -370,20 +380,20 @@ class Coordinator:
                 self._note(ready.group.group_id, "trained", f"update {self.flow.state.update}")
             self.flow.finish_update(batch)
             progress, self.progress = self.progress, Progress()
-            self._changed.notify_all()
+            self._supply.notify_all()
             return progress
 
     def evaluate(self, cells: Cells | None) -> None:
         """Hand out ``cells`` instead of training groups, until called with None."""
         with self._changed:
             self._cells = cells
-            self._changed.notify_all()
+            self._supply.notify_all()
 
     def stop(self) -> None:
         """Every engine rank is told to end at its next call."""
         with self._changed:
             self._stopping = True
-            self._changed.notify_all()
+            self._supply.notify_all()
 
 
 def aside_text(harness: str, reason: str) -> str:

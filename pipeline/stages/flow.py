@@ -5,11 +5,11 @@ No IO, no clock of its own.
 
 from __future__ import annotations
 
+import copy
 import enum
-import json
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from pipeline.config import AlgorithmConfig
@@ -38,9 +38,8 @@ class FlowState:
     set_aside: dict[str, str] = field(default_factory=dict)  # harness that gets no more groups → why
 
     def to_json(self) -> dict[str, Any]:
-        """A copy that later changes do not reach."""
-        copy: dict[str, Any] = json.loads(json.dumps(asdict(self)))
-        return copy
+        """A copy that later changes do not reach: whatever is put into these containers is never changed itself."""
+        return {item.name: copy.copy(getattr(self, item.name)) for item in fields(self)}
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> FlowState:
@@ -151,7 +150,7 @@ class GroupFlow:
                 continue
             if spec.harness not in self.state.set_aside:
                 return spec
-            self.state.ended[spec.group_id] = [Ending.ABANDONED, self._aside(spec.harness)]
+            self.state.ended[spec.group_id] = [Ending.ABANDONED.value, self._aside(spec.harness)]
             self.passed_over.append(spec)
 
     def _scheduled(self) -> GroupSpec:
@@ -192,7 +191,7 @@ class GroupFlow:
         """A closed group that can teach nothing (no contrast); another one is scheduled in its place."""
         del self.leases[group_id]
         self.skipped_since_update += 1
-        self.state.ended[group_id] = [Ending.SKIPPED, reason]
+        self.state.ended[group_id] = [Ending.SKIPPED.value, reason]
 
     def fail(self, group_id: str, reason: str) -> bool:
         """Too few graded rollouts: roll again, or abandon after ``max_rerolls`` or with its harness.
@@ -207,7 +206,7 @@ class GroupFlow:
             self._give_back(lease)
             return True
         del self.leases[group_id]
-        self.state.ended[group_id] = [Ending.ABANDONED, reason]
+        self.state.ended[group_id] = [Ending.ABANDONED.value, reason]
         return False
 
     # --- harnesses that keep failing
@@ -298,7 +297,7 @@ class GroupFlow:
         Returns that version.
         """
         for ready in batch:
-            self.state.ended[ready.group.group_id] = [Ending.TRAINED, f"update {self.state.update}"]
+            self.state.ended[ready.group.group_id] = [Ending.TRAINED.value, f"update {self.state.update}"]
         self._updating = False
         self.state.update += 1
         self.state.version_n += 1
@@ -313,7 +312,7 @@ class GroupFlow:
             *(ready.group.group_id for ready in self.ready),
             *(s.group_id for s in self.pending),
         ]:
-            self.state.ended[group_id] = [Ending.ABANDONED, "the run was over"]
+            self.state.ended[group_id] = [Ending.ABANDONED.value, "the run was over"]
         self.leases.clear()
         self.ready.clear()
         self.pending.clear()
