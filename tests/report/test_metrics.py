@@ -95,14 +95,15 @@ def test_a_restarted_run_overwrites_what_it_repeats(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_wandb_runs_offline_and_keeps_its_id_after_a_restart(tmp_path: Path) -> None:
     for update in (1, 2):
-        with MetricsLog(tmp_path, LoggingConfig(wandb="offline"), {"seed": 3}) as metrics:
+        sweep = LoggingConfig(wandb="offline", group="sweep-of-seeds", tags=["seed=seven"])
+        with MetricsLog(tmp_path, sweep, {"seed": 3}) as metrics:
             metrics.log(update, {"reward": 0.5})
             metrics.summary({"pass@1": 0.6})
     identity = (tmp_path / "wandb_id").read_text().strip()
     offline = list((tmp_path / "wandb").glob(f"offline-run-*-{identity}/run-{identity}.wandb"))
     assert len(offline) == 2
     stored = b"".join(path.read_bytes() for path in offline)
-    assert b"reward" in stored and b"seed" in stored
+    assert all(word in stored for word in (b"reward", b"seed", b"sweep-of-seeds", b"seed=seven"))
     assert [entry["update"] for entry in read_metrics(tmp_path)] == [1, 2]
 
 
