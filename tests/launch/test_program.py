@@ -6,6 +6,7 @@ import os
 import signal
 import threading
 import time
+from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
 
@@ -119,6 +120,24 @@ def test_signals_reach_the_trainers_thread(number: int, reason: str) -> None:
     finally:
         for one, handler in handlers.items():
             signal.signal(one, handler)
+
+
+@pytest.mark.parametrize(("reason", "raises"), [("stop", False), ("terminated", True)])
+def test_an_attempt_that_was_asked_to_end_leaves_word(
+    config: Config, monkeypatch: pytest.MonkeyPatch, reason: str, raises: bool
+) -> None:
+    attempt = RunDirectory(Path(config.run_dir)).new_attempt()
+
+    def interrupted(*_: object) -> None:
+        raise Interrupted(reason)
+
+    monkeypatch.setattr(trainer_rank, "run_trainer", interrupted)
+    monkeypatch.setattr(program, "_ask_on_signals", lambda end: None)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    with pytest.raises(Interrupted) if raises else nullcontext():
+        YokeProgram(asdict(config), config.run_dir, 1)._train(config, attempt, 0)
+    left = {name: attempt.read(name) for name in ("stopped", "terminated") if attempt.read(name)}
+    assert left == {"terminated" if raises else "stopped": {"checkpoint": True}}
 
 
 @pytest.fixture
