@@ -25,10 +25,12 @@ from omegaconf.errors import OmegaConfBaseException
 import pipeline
 from pipeline.config import Config, UserError
 from pipeline.harness.base import register
+from pipeline.launch.run_directory import RunDirectory
 
 CONFIG_DIR = Path(pipeline.__file__).parents[1] / "conf"
 JOBS_MODULE = "pipeline.launch.jobs"
 ASSETS = Path(pipeline.__file__).parent / "assets"
+OF_THE_COMMAND = ("run_dir", "fresh", "dry_run", "stage")  # never those that a run was made with
 MOVED = {"algorithm.updates": "training.updates"}  # keys that have another name now
 SWEEP_FLAGS = ("-m", "--multirun")  # Hydra's
 
@@ -42,6 +44,7 @@ class Job:
     group: str = ""  # the configuration group that `--some-key value` means
     words: str = ""  # what it takes before its settings, for the usage; its function gets them as a second argument
     sweep: str = ""  # module:function that -m calls instead, with the parsed overrides and compose_config
+    over_saved: bool = False  # its settings lie over those that the run directory was made with
 
 
 JOBS: dict[str, Job] = {
@@ -54,7 +57,7 @@ JOBS: dict[str, Job] = {
     "verify": Job("stage 2: score the kept workspaces of `yoke rollout` again", "verify"),
     "advantage": Job("stage 3: rewards and advantages of closed groups, with reward.fn=… at will", "advantage"),
     "update": Job("stage 4: one update from the groups of `yoke advantage`; writes a checkpoint", "update"),
-    "evaluate": Job("stage 5: held-out tasks × harnesses with the newest checkpoint", "evaluate"),
+    "evaluate": Job("stage 5: held-out tasks × harnesses with checkpoints of a run", "evaluate", over_saved=True),
     "collect": Job("record a scripted teacher's rollouts through the real harness", "collect"),
     "sft": Job("warm start: supervised learning on what `yoke collect` recorded", "sft"),
     "report": Job("write the results, the table and the picture of a run or a sweep again", "report", words="[RUN]"),
@@ -105,6 +108,32 @@ def parse_overrides(words: Sequence[str]) -> list[Override]:
             return OverridesParser.create(GlobalHydra.instance().config_loader()).parse_overrides(list(words))
     except HydraException as error:
         raise UserError(_first_lines(error)) from error
+
+
+def compose_over_saved(overrides: Sequence[str]) -> Config:
+    """The settings that the run in run_dir was made with, with those of ``overrides`` in their place.
+
+    Without such a run, or with a +experiment, it is what ``overrides`` compose. Raises UserError as compose_config.
+    """
+    try:
+        composed = _compose(overrides)
+        run = RunDirectory(Path(str(composed.run_dir)).absolute())
+        keys = [
+            word.key_or_group.replace("/", ".") for word in OverridesParser.create().parse_overrides(list(overrides))
+        ]
+        if "experiment" in keys or not run.is_ours():
+            return _typed(composed)
+        return _typed(_laid_over(run, composed, keys))
+    except (HydraException, OmegaConfBaseException) as error:
+        raise UserError(_first_lines(error)) from error
+
+
+def _laid_over(run: RunDirectory, composed: DictConfig, keys: Sequence[str]) -> DictConfig:
+    saved = OmegaConf.merge(OmegaConf.structured(Config), OmegaConf.load(run.config))
+    assert isinstance(saved, DictConfig)
+    for key in (*keys, *OF_THE_COMMAND):
+        OmegaConf.update(saved, key, OmegaConf.select(composed, key), merge=False, force_add=True)
+    return saved
 
 
 def _compose(overrides: Sequence[str]) -> DictConfig:
@@ -196,7 +225,7 @@ def _run(given: list[str]) -> int:
     if "--cfg" in given:
         print(OmegaConf.to_yaml(_compose_or_complain(overrides)), end="")
         return 0
-    config = compose_config(overrides)
+    config = compose_over_saved(overrides) if job.over_saved else compose_config(overrides)
     register(config.harness.recipes)
     return _function(job.function)(config, *([[word for word in words if not _is_setting(word)]] if job.words else []))
 

@@ -208,12 +208,16 @@ class TrainingConfig:
 
 @dataclass
 class EvaluationConfig:
-    """The held-out tasks, before and after."""
+    """The held-out tasks: before, after, and with checkpoints on the way."""
 
     rollouts_per_task: int = 2
     retries: int = 2
     before: bool = True
     after: bool = True
+    every: int = 0  # every k-th checkpoint is exported and evaluated, on Slurm by jobs of their own; 0 = none
+    keep_exports: int = 4  # exports that stay on disk, besides those whose jobs still wait; 0 = all
+    max_jobs: int = 16  # with as many evaluation jobs waiting, a run submits no more
+    cluster: dict[str, Any] = field(default_factory=dict)  # settings of `cluster` that evaluation jobs have differently
 
 
 @dataclass
@@ -304,7 +308,9 @@ class StageConfig:
     """For a stage that is run by itself."""
 
     groups: int = 2  # rollout: how many groups of the schedule
-    label: str | None = None  # evaluate: name of the evaluation; null = update-<n> of the newest checkpoint
+    checkpoint: str = "newest"  # evaluate: newest | all | base | a checkpoint's name, or the number of its update
+    harnesses: list[str] | None = None  # evaluate: some of the mix, or others; null = the mix
+    label: str | None = None  # evaluate: name of the evaluation; null = the checkpoint's name
 
 
 @dataclass

@@ -227,6 +227,13 @@ class Coordinator:
         append_jsonl(self.attempt.ledger, entry)
         self.emit("error", text=aside_text(harness, reason))
 
+    def note_evaluation(self, checkpoint: str, text: str, alarm: bool) -> None:
+        """What becomes of a checkpoint's evaluation, for the ledger and the terminal."""
+        with self._changed:
+            entry = {"t": time.time(), "checkpoint": checkpoint, "what": "evaluation", "reason": text}
+            append_jsonl(self.attempt.ledger, entry)
+            self.emit("error" if alarm else "message", text=text)
+
     def _note(self, group_id: str, what: str, reason: str, engine: str | None = None) -> None:
         entry = {"t": time.time(), "group": group_id, "what": what, "reason": reason}
         append_jsonl(self.attempt.ledger, entry | ({"engine": engine} if engine else {}))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import json
 import logging
 import os
 import sys
@@ -35,7 +34,6 @@ from pipeline.stages.verification import verify as verify_workspace
 from pipeline.tasks.harbor import load_task
 
 STOPPED = 130  # exit code, as after Ctrl-C
-RESERVED = ("before", "after")  # labels of the evaluations that training makes
 
 
 def train(config: Config) -> int:
@@ -77,7 +75,19 @@ def _train_here(config: Config, run: RunDirectory) -> int:
     except RunStopped as stopped:
         say(str(stopped))
         return STOPPED
+    if config.evaluation.every:
+        _evaluate_exports(config, run)
     return _report(config, run)
+
+
+def _evaluate_exports(config: Config, run: RunDirectory) -> None:
+    """Without Slurm there is no other node: the checkpoints that training exported take their turns after it."""
+    from pipeline.launch import evaluation
+    from pipeline.stages.weights import exported
+
+    for name in exported(run.models):
+        job = evaluation.EvaluationJob(name, name, tuple(config.mix.harnesses))
+        _tell_evaluation(name, evaluation.evaluate(config, run, job))
 
 
 LAUNCHERS = {"local": _train_here, "slurm": slurm.launch, "allocation": allocation.launch}
@@ -94,28 +104,19 @@ def check(config: Config) -> int:
 
 
 def evaluate(config: Config) -> int:
-    """Held-out tasks × harnesses with the newest weights of the run."""
-    run = _open(config)
-    weights, model_dir = _newest_weights(config, run)
-    label = config.stage.label or weights
-    _pin_weights(run.evaluation(label), weights)
-    tasks = [task.ref for task in load_split(config, run, "test")]
-    specs = evaluation_specs(tasks, config.mix.harnesses, config.evaluation.rollouts_per_task)
-    cells = Cells(run.evaluation(label), specs, config.evaluation.retries)
-    _work_through(config, run, model_dir, cells)
-    return _tell_evaluation(label, cells)
+    """Held-out tasks × harnesses with checkpoints of the run, here or in Slurm jobs that this submits."""
+    from pipeline.launch import evaluation, evaluation_jobs
 
-
-def _pin_weights(directory: Path, weights: str) -> None:
-    """An evaluation is of one set of weights. Raises UserError when its label was used for others."""
-    pin = directory / "weights.json"
-    used = json.loads(pin.read_text())["weights"] if pin.exists() else None
-    if directory.name in RESERVED or used not in (None, weights):
-        raise UserError(
-            f"stage.label={directory.name} is of {used or 'the run itself'}, the newest weights are {weights}: "
-            "choose another label"
-        )
-    write_json(pin, {"weights": weights})
+    run = RunDirectory(Path(config.run_dir).absolute()) if config.dry_run else _open(config, beside=True)
+    jobs = evaluation.plan(config, run)
+    if config.dry_run or evaluation_jobs.on_slurm(config):
+        return evaluation_jobs.launch(config, run, jobs)
+    if config.cluster.name == "local":
+        evaluation.refuse_living(run, jobs)
+    told = [
+        _tell_evaluation(job.label, evaluation.evaluate(config, run, job)) for job in evaluation.own_part(run, jobs)
+    ]
+    return max(told, default=0)
 
 
 def rollout(config: Config) -> int:
@@ -252,19 +253,23 @@ def _report_sweep(sweep: RunDirectory) -> int:
     return report_sweep(sweep.root)
 
 
-def _open(config: Config, joins: bool = False, quiet: bool = False) -> RunDirectory:
-    """Check every setting and task, then make or reopen the run directory. Only training ``joins`` a living run."""
+def _open(config: Config, joins: bool = False, beside: bool = False, quiet: bool = False) -> RunDirectory:
+    """Check every setting and task, then make or reopen the run directory.
+
+    A living run is left alone, but for training, which ``joins`` it, and for what goes on ``beside`` it.
+    """
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(message)s")
     config = with_absolute_paths(config)
     run = RunDirectory(Path(config.run_dir))
     running = living(run)
-    if running and not joins:
+    beside = beside and not config.fresh
+    if running and not joins and not beside:
         raise UserError(f"{run.root} is in use by a running job (attempt {running[0].number}): wait for it or stop it")
-    if job := queued(run):
+    if not beside and (job := queued(run)):
         raise UserError(
             f"{run.root} is in use by job {job[0]} ({job[1].lower()}): wait for it, or yoke stop {run.root}"
         )
-    sandbox = preflight.check_settings(config, port_is_ours=bool(running))
+    sandbox = preflight.check_settings(config, port_is_ours=bool(running) and joins)
     if not quiet:
         say(f"sandbox: {sandbox}")
     if config.tasks.kind == "harbor":

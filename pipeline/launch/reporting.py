@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -14,18 +15,23 @@ from rich.console import Console
 from pipeline.config import Config
 from pipeline.harness.base import get_harness
 from pipeline.launch.data import split_size
+from pipeline.launch.evaluation import labels, late_results, pinned, planned_of, records
+from pipeline.launch.local import living
 from pipeline.launch.run_directory import RunDirectory
+from pipeline.launch.slurm import SlurmError, queued
 from pipeline.records import RolloutRecord
-from pipeline.report.metrics import read_metrics
+from pipeline.report.metrics import MetricsLog, read_metrics
 from pipeline.report.plot import learning_curve
-from pipeline.report.results import Meta, build_results, write_results
+from pipeline.report.results import Meta, build_results, checkpoint_summary, write_results
 from pipeline.report.store import write_text
 from pipeline.report.table import markdown_table, print_results
-from pipeline.stages.evaluation import INCOMPLETE, read_cell
+from pipeline.stages.evaluation import INCOMPLETE
+from pipeline.stages.weights import update_of
 
 
 def report_run(config: Config, run: RunDirectory) -> int:
     """Write and show the report. Returns 3 when rollouts of an evaluation are ungraded, else 0."""
+    _log_late_results(config, run)
     metrics = read_metrics(run.root)
     results = run_results(config, run, metrics)
     learning_curve(metrics, run.report / "curve.png", results)
@@ -40,12 +46,35 @@ def report_run(config: Config, run: RunDirectory) -> int:
 
 def run_results(config: Config, run: RunDirectory, metrics: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """The contents of results.json, from what the run has so far. Writes nothing."""
-    before, after = _evaluated(run, "before"), _evaluated(run, "after")
-    return build_results(before, after, metrics, _meta(config, run, [*before, *after]))
+    before, after = records(run, "before"), records(run, "after")
+    return build_results(before, after, metrics, _meta(config, run, [*before, *after]), _checkpoints(config, run))
 
 
-def _evaluated(run: RunDirectory, label: str) -> list[RolloutRecord]:
-    return [record for path in sorted(run.evaluation(label).glob("*.parquet")) for record in read_cell(path)]
+def _checkpoints(config: Config, run: RunDirectory) -> list[dict[str, Any]]:
+    """The evaluations of checkpoints, in the order of their updates."""
+    found = {label: records(run, label) for label in labels(run)}
+    return [
+        checkpoint_summary(label, update_of(pinned(run, label) or ""), own, planned_of(config, run, label, own))
+        for label, own in found.items()
+    ]
+
+
+def _log_late_results(config: Config, run: RunDirectory) -> None:
+    """Results that came in after the training ended: metrics have one writer, so not while the run is alive."""
+    if _may_be_alive(run):
+        return
+    late = late_results(config, run, read_metrics(run.root))
+    if late:
+        with MetricsLog(run.root, config.logging, asdict(config)) as log:
+            for update, values in late:
+                log.log(update, values)
+
+
+def _may_be_alive(run: RunDirectory) -> bool:
+    try:
+        return bool(living(run) or queued(run))
+    except SlurmError:
+        return True
 
 
 def _meta(config: Config, run: RunDirectory, records: Sequence[RolloutRecord]) -> Meta:

@@ -41,6 +41,11 @@ class RunDirectory:
         return self.root / "checkpoints"
 
     @property
+    def models(self) -> Path:
+        """Exported checkpoints, which engines can load."""
+        return self.root / "models"
+
+    @property
     def report(self) -> Path:
         return self.root / "report"
 
@@ -139,8 +144,9 @@ class RunDirectory:
 
     @property
     def is_made(self) -> bool:
-        """Whether an attempt has begun to make something with the saved settings."""
-        return self.config.exists() and bool(self.attempt_numbers())
+        """Whether an attempt or an evaluation has begun to make something with the saved settings."""
+        begun = self.attempt_numbers() or any((self.root / "evaluation").glob("[!.]*"))
+        return self.config.exists() and bool(begun)
 
 
 # May differ between two commands on one run directory without making it another experiment.
@@ -158,14 +164,18 @@ FREE = (
     "sweep",
     "simulate",
 )
-_FREE_KEYS = ("mix.readmit", "mix.set_aside_after")
+_FREE_KEYS = (
+    *("mix.readmit", "mix.set_aside_after"),
+    *(f"evaluation.{key}" for key in ("every", "keep_exports", "max_jobs", "cluster")),
+)
+_FREE_PREFIXES = tuple(f"{key}." for key in _FREE_KEYS)
 
 
 def differing_keys(old: Any, new: Any) -> list[str]:
     """Dotted keys in which two configurations differ, apart from those that may change between attempts."""
     flat_old, flat_new = _flatten(OmegaConf.to_container(old)), _flatten(OmegaConf.to_container(new))
-    keys = sorted(key for key in flat_old.keys() | flat_new.keys() if key not in _FREE_KEYS)
-    return [key for key in keys if key.split(".")[0] not in FREE and flat_old.get(key) != flat_new.get(key)]
+    different = sorted(key for key in flat_old.keys() | flat_new.keys() if flat_old.get(key) != flat_new.get(key))
+    return [key for key in different if key.split(".")[0] not in FREE and not f"{key}.".startswith(_FREE_PREFIXES)]
 
 
 def _flatten(value: Any, prefix: str = "") -> dict[str, Any]:

@@ -13,7 +13,7 @@ import shlex
 import shutil
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, redirect_stderr
 from dataclasses import asdict
 from pathlib import Path
@@ -165,15 +165,22 @@ def requeue_lines(run: RunDirectory) -> list[str]:
 
 def send(executor: submitit.SlurmExecutor, program: Any) -> str:
     """Submit ``program`` and return the job's id. Raises UserError when sbatch refuses it, else SlurmError."""
+    return send_all(executor, [program])[0]
+
+
+def send_all(executor: submitit.SlurmExecutor, programs: Sequence[Any]) -> list[str]:
+    """Submit several programs as one array. Returns the ids of its tasks; raises as ``send``."""
     if shutil.which("sbatch") is None:
         raise UserError("sbatch is not installed here: run this on a login node of the cluster, or use cluster=local")
     try:
         with _no_job_around(), redirect_stderr(io.StringIO()):  # submitit prints there what the error says too
-            job = executor.submit(program)
+            with executor.batch():
+                jobs = [executor.submit(program) for program in programs]
     except FailedJobError as error:
         raise _refusal(str(error)) from error
-    job._cancel_at_deletion = False
-    return str(job.job_id)
+    for job in jobs:
+        job._cancel_at_deletion = False
+    return [str(job.job_id) for job in jobs]
 
 
 def _refusal(said: str) -> Exception:

@@ -54,6 +54,15 @@ def find_jobs(ids: Sequence[str], deadline_s: float = DEADLINE_S) -> dict[str, Q
     return {job.id: job for job in jobs}
 
 
+def find_tasks(name: str, deadline_s: float = DEADLINE_S) -> list[tuple[str, str]]:
+    """(array, state) of each task of the arrays called ``name`` that has not ended. Raises QueueSilent."""
+    answer = _ask(["squeue", "--noheader", "--array", f"--name={name}", f"--format=%F{SEPARATOR}%T"], deadline_s)
+    if answer.returncode:
+        raise QueueSilent(_complaint(answer))
+    cells = (line.strip().partition(SEPARATOR) for line in answer.stdout.splitlines())
+    return [(array, state) for array, _, state in cells]
+
+
 def ask_job_to_stop(job_id: str, deadline_s: float = DEADLINE_S) -> None:
     """USR1 to every rank: a checkpoint and the end. Raises QueueSilent."""
     _command(["scancel", "--signal=USR1", job_id], deadline_s)

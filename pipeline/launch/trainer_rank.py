@@ -16,6 +16,7 @@ from typing import Any
 
 from pipeline.config import Config, UserError
 from pipeline.engine.transfer import SyncTimings
+from pipeline.launch.checkpoint_evaluations import CheckpointEvaluations
 from pipeline.launch.coordinator import Coordinator, Engine, aside_text
 from pipeline.launch.data import load_splits
 from pipeline.launch.gates import ensure_gates
@@ -91,6 +92,9 @@ class TrainerRank:
         )
         self.coordinator = Coordinator(config, attempt, self.flow)
         self.metrics = MetricsLog(self.run.root, config.logging, asdict(config))
+        self.evaluations = CheckpointEvaluations(
+            config, self.run, self.team.export, self.metrics.log, self.coordinator.note_evaluation
+        )
 
     def _load_state(self) -> dict[str, Any]:
         state = self.trainer.load(self.run.checkpoints)
@@ -318,11 +322,13 @@ class TrainerRank:
         self._account()
         self.state |= {"flow": self.coordinator.flow_state(), "attempt": self.attempt.number}
         self.team.save(self.run.checkpoints, self.state)
+        self.evaluations.saved(self.flow.state.update)
 
     def _finish(self) -> None:
         self.attempt.check_fence()
         self.save()
         self.team.export(self.run.root / "model")
+        self.evaluations.close()
         kept = {name: self.state[name] for name in ("wall_s", "rollouts")}
         self.attempt.publish("done", kept | {"set_aside": self.flow.state.set_aside})
 

@@ -106,16 +106,26 @@ def _curve(axes: Axes, metrics: Sequence[Entry], name: str, color: str, label: s
 
 
 def _held_out(axes: Axes, results: Mapping[str, Any]) -> None:
+    """Before and after with their values; checkpoints between them, smaller."""
     label = "held-out pass@1, 95% interval"
+    for entry in results["checkpoints"]:
+        if entry["update"] is not None and entry["interval"] is not None:
+            _point(axes, entry["update"], entry, 4, label)
+            label = "_"
     for key, x in (("before", 0), ("after", results["updates"])):
         side = results[key]
         if side is None:
             continue
-        rate, (lo, hi) = side["pass@1"], side["interval"]
-        error = [[rate - lo], [hi - rate]]
-        axes.errorbar(x, rate, error, color=INK, fmt="D", markersize=6, capsize=4, zorder=5, label=label)
-        axes.annotate(f"{rate:.2f}", (x, hi), (0, 5), textcoords="offset points", ha="center", weight="bold", color=INK)
+        _point(axes, x, side, 6, label)
+        text, place = f"{side['pass@1']:.2f}", (x, side["interval"][1])
+        axes.annotate(text, place, (0, 5), textcoords="offset points", ha="center", weight="bold", color=INK)
         label = "_"
+
+
+def _point(axes: Axes, x: float, side: Mapping[str, Any], size: float, label: str) -> None:
+    rate, (lo, hi) = side["pass@1"], side["interval"]
+    error = [[rate - lo], [hi - rate]]
+    axes.errorbar(x, rate, error, color=INK, fmt="D", markersize=size, capsize=4, zorder=5, label=label)
 
 
 def _clean(axes: Axes) -> None:

@@ -48,14 +48,19 @@ def build_results(
     after: Sequence[RolloutRecord],
     metrics: Sequence[Mapping[str, Any]],
     meta: Meta,
+    checkpoints: Sequence[Mapping[str, Any]] = (),
 ) -> dict[str, Any]:
-    """The contents of results.json. An evaluation that did not run is an empty sequence and null in the file."""
+    """The contents of results.json. An evaluation that did not run is an empty sequence and null in the file.
+
+    ``checkpoints``: what `checkpoint_summary` made of each evaluation of a checkpoint.
+    """
     planned = meta["planned"]
     return {
         "schema": SCHEMA,
         "before": evaluation_summary(before, planned),
         "after": evaluation_summary(after, planned),
         "difference": _difference_summary(before, after, meta["seed"]),
+        "checkpoints": list(checkpoints),
         "provisional": any(len(graded(side)) < planned for side in (before, after) if side),
         "updates": max(_column(metrics, "update"), default=0),
         "rollouts": meta["rollouts"],
@@ -83,6 +88,29 @@ def evaluation_summary(records: Sequence[RolloutRecord], planned: int) -> dict[s
     whole["coverage"] = whole["n"] / planned if planned else 1.0
     whole["harnesses"] = {harness: _figures(own) for harness, own in by_harness(records).items() if graded(own)}
     return whole
+
+
+def checkpoint_summary(
+    label: str, update: int | None, records: Sequence[RolloutRecord], planned: Mapping[str, int]
+) -> dict[str, Any]:
+    """One checkpoint's evaluation: pass@1 with its interval over all harnesses and by harness, graded and planned.
+
+    ``planned``: rollouts by harness. pass@1 and interval are null while none is graded.
+    """
+    parts = by_harness(records)
+    return {
+        "label": label,
+        "update": update,
+        **_grades(records, sum(planned.values())),
+        "harnesses": {harness: _grades(parts.get(harness, []), size) for harness, size in planned.items()},
+    }
+
+
+def _grades(records: Sequence[RolloutRecord], planned: int) -> dict[str, Any]:
+    known = graded(records)
+    passed = sum(solved(record) for record in known)
+    interval = list(wilson(passed, len(known))) if known else None
+    return {"pass@1": pass_rate(records), "interval": interval, "graded": len(known), "planned": planned}
 
 
 def difference(before: Sequence[RolloutRecord], after: Sequence[RolloutRecord], seed: int = 0) -> Difference | None:

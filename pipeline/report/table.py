@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 from rich.box import SIMPLE_HEAD
@@ -11,6 +11,7 @@ from rich.table import Table
 
 ALL = "all"
 HEADINGS = ("harness", "pass@1 before", "pass@1 after", "change, points", "tool calls", "malformed")
+CHECKPOINT_HEADINGS = ("checkpoint", "harness", "update", "pass@1", "95%", "graded")
 NOTHING = "–"
 NARROW: dict[str, Any] = {"padding": (0, 1), "collapse_padding": True, "pad_edge": False}
 
@@ -61,10 +62,45 @@ def rich_table(results: Results) -> Table:
 
 
 def markdown_table(results: Results) -> str:
-    """The table and the sentence as Markdown."""
-    lines = [HEADINGS, ("---", *["---:"] * (len(HEADINGS) - 1)), *table_rows(results)]
-    table = "\n".join("| " + " | ".join(cells).replace("\n", " ") + " |" for cells in lines)
-    return f"{table}\n\n{closing_sentence(results)}\n"
+    """The tables and the sentence as Markdown."""
+    text = f"{_markdown(HEADINGS, table_rows(results), 1)}\n\n{closing_sentence(results)}\n"
+    if not results["checkpoints"]:
+        return text
+    return f"{text}\n{_markdown(CHECKPOINT_HEADINGS, checkpoint_rows(results), 2)}\n"
+
+
+def _markdown(headings: Sequence[str], rows: Iterable[Sequence[str]], names: int) -> str:
+    """``names``: how many columns are text, left-aligned."""
+    rule = ["---"] * names + ["---:"] * (len(headings) - names)
+    return "\n".join("| " + " | ".join(cells).replace("\n", " ") + " |" for cells in (headings, rule, *rows))
+
+
+def checkpoint_rows(results: Results) -> Iterator[tuple[str, ...]]:
+    """One row a (checkpoint, harness); with several harnesses, one over all of them."""
+    for entry in results["checkpoints"]:
+        parts = dict(entry["harnesses"])
+        if len(parts) > 1:
+            parts[ALL] = entry
+        for harness, part in parts.items():
+            update = NOTHING if entry["update"] is None else str(entry["update"])
+            yield entry["label"], harness, update, *_graded_rate(part), f"{part['graded']}/{part['planned']}"
+
+
+def _graded_rate(part: Results) -> tuple[str, str]:
+    if part["interval"] is None:
+        return NOTHING, NOTHING
+    lo, hi = part["interval"]
+    return f"{100 * part['pass@1']:.1f}%", f"{100 * lo:.0f} to {100 * hi:.0f}"
+
+
+def checkpoint_table(results: Results) -> Table:
+    """The evaluations of checkpoints for a terminal."""
+    table = Table(title="Checkpoints, on the held-out tasks", title_justify="left", box=SIMPLE_HEAD, **NARROW)
+    for number, heading in enumerate(CHECKPOINT_HEADINGS):
+        table.add_column(heading, justify="left" if number < 2 else "right", no_wrap=True)
+    for cells in checkpoint_rows(results):
+        table.add_row(*cells, style="bold" if cells[1] == ALL else None)
+    return table
 
 
 def print_results(results: Results, console: Console | None = None) -> None:
@@ -72,6 +108,8 @@ def print_results(results: Results, console: Console | None = None) -> None:
     console = console or Console()
     console.print(rich_table(results))
     console.print(closing_sentence(results), highlight=False)
+    if results["checkpoints"]:
+        console.print(checkpoint_table(results))
     console.print(_effort(results), highlight=False, style="dim")
 
 

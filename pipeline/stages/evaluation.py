@@ -9,7 +9,7 @@ write of a dead attempt changes nothing that was graded.
 from __future__ import annotations
 
 import os
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import count, takewhile
@@ -134,8 +134,16 @@ class Cells:
         return [record for cell in self._all for record in _read(cell.path, written)]
 
     def coverage(self) -> Coverage:
-        planned = sum(cell.spec.size for cell in self._all)
-        return Coverage(sum(is_graded(record) for record in self.records()), planned)
+        parts = self.coverage_by_harness().values()
+        return Coverage(sum(part.graded for part in parts), sum(part.planned for part in parts))
+
+    def coverage_by_harness(self) -> dict[str, Coverage]:
+        """The same for each harness alone."""
+        graded = Counter(record.harness for record in self.records() if is_graded(record))
+        planned: Counter[str] = Counter()
+        for cell in self._all:
+            planned[cell.spec.harness] += cell.spec.size
+        return {harness: Coverage(graded[harness], size) for harness, size in planned.items()}
 
 
 def is_graded(record: RolloutRecord) -> bool:
@@ -145,6 +153,13 @@ def is_graded(record: RolloutRecord) -> bool:
 def read_cell(path: Path) -> tuple[RolloutRecord, ...]:
     """The rollouts of a cell, of all its files; none when it was not written yet."""
     return _read(path, _names(path.parent))
+
+
+def read_cells(directory: Path) -> list[RolloutRecord]:
+    """The rollouts of every cell under ``directory``."""
+    written = _names(directory)
+    cells = sorted(name for name in written if name.endswith(".parquet") and not name.startswith("."))
+    return [record for name in cells for record in _read(directory / name, written)]
 
 
 def write_cell(path: Path, records: Sequence[RolloutRecord]) -> Path:

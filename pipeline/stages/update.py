@@ -13,6 +13,7 @@ from typing import Any
 from pipeline.config import Config, UserError
 from pipeline.records import TrainGroup
 from pipeline.stages.flow import Ending, FlowState
+from pipeline.stages.weights import NEWEST, kept, model_dir, select
 from pipeline.training.checkpoint import STATE_FILE, newest
 from pipeline.training.trainer import Trainer
 
@@ -60,12 +61,5 @@ def update_once(config: Config, checkpoints: Path, groups: Sequence[TrainGroup])
 
 def export_newest(config: Config, checkpoints: Path, models: Path) -> tuple[str, Path]:
     """(label, directory) of weights that vLLM loads: the newest checkpoint's, or the base model's before the first."""
-    checkpoint = newest(checkpoints)
-    if checkpoint is None:
-        return "base", Path(config.model.path)
-    place = models / checkpoint.name
-    if not place.exists():
-        trainer = open_trainer(config)
-        trainer.load(checkpoints)
-        trainer.export(place)
-    return checkpoint.name, place
+    (name,) = select(NEWEST, kept(checkpoints, models))
+    return name, model_dir(config, checkpoints, models, name)

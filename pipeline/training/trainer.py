@@ -38,11 +38,11 @@ from pipeline.training.batch import (
     plan,
     split_minibatches,
 )
+from pipeline.training.export import write_model
 from pipeline.training.forward import PolicyModel
 from pipeline.training.loss import LOSSES, NO_VALUE, LossInputs, LossOutputs, check_algorithm
 
 ENGINE_TAG = "engine"
-WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".safetensors.index.json", ".bin.index.json")
 FIRST_MINIBATCH_ONLY = ("mismatch_kl", "logprob_diff_max")  # later ones compare with weights already moved
 SUM_NAMES = (
     "tokens",
@@ -261,21 +261,13 @@ class Trainer:
         error = None
         if self.rank == 0:
             try:
-                checkpoint.write_atomically(target, lambda partial: self._export(partial, weights))
+                checkpoint.write_atomically(
+                    target, lambda partial: write_model(self.policy.model, weights, self.source, partial)
+                )
             except checkpoint.CheckpointError as failure:
                 error = str(failure)
         if failure_text := distributed.first_error(error):
             raise checkpoint.CheckpointError(failure_text)
-
-    def _export(self, partial: Path, weights: dict[str, Tensor]) -> None:
-        self.policy.model.save_pretrained(partial, state_dict=weights)
-        for path in self.source.iterdir():
-            if path.is_file() and not path.name.endswith(WEIGHT_SUFFIXES) and path.name != checkpoint.MANIFEST:
-                shutil.copyfile(path, partial / path.name)
-        config = checkpoint.read_json(partial / "config.json")
-        config.pop("torch_dtype", None)
-        config["dtype"] = str(next(iter(weights.values())).dtype).removeprefix("torch.")
-        (partial / "config.json").write_text(json.dumps(config, indent=2) + "\n")
 
 
 def check_training(training: TrainingConfig) -> None:

@@ -16,7 +16,7 @@ METRICS = [
     for n in range(1, 25)
 ]
 SIDE = {"pass@1": 0.36, "interval": [0.29, 0.44]}
-RESULTS = {"before": SIDE, "after": {"pass@1": 0.63, "interval": [0.57, 0.69]}, "updates": 24}
+RESULTS = {"before": SIDE, "after": {"pass@1": 0.63, "interval": [0.57, 0.69]}, "updates": 24, "checkpoints": []}
 
 
 def ink(path: Path) -> int:
@@ -37,7 +37,10 @@ def test_curves_and_held_out_points_leave_ink(tmp_path: Path) -> None:
     learning_curve(METRICS, tmp_path / "a" / "full.png", RESULTS, "a run")
     learning_curve(METRICS, tmp_path / "curve.png")
     learning_curve([], tmp_path / "empty.png")
+    points = [{"update": 8, **SIDE}, {"update": 16, "pass@1": None, "interval": None}, {"update": None, **SIDE}]
+    learning_curve(METRICS, tmp_path / "points.png", RESULTS | {"checkpoints": points}, "a run")
     assert ink(tmp_path / "a" / "full.png") > ink(tmp_path / "curve.png") > ink(tmp_path / "empty.png") > 0
+    assert ink(tmp_path / "points.png") > ink(tmp_path / "a" / "full.png"), "a checkpoint's evaluation is a point"
     assert min(image.imread(tmp_path / "curve.png").shape[:2]) >= 800
 
 
@@ -45,7 +48,7 @@ def test_curves_and_held_out_points_leave_ink(tmp_path: Path) -> None:
 def test_a_short_run_is_drawn_without_a_warning(tmp_path: Path, metrics: list[dict[str, float]]) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        learning_curve(metrics, tmp_path / "curve.png", {"before": SIDE, "after": None, "updates": 0})
+        learning_curve(metrics, tmp_path / "curve.png", RESULTS | {"after": None, "updates": 0})
     assert (tmp_path / "curve.png").stat().st_size > 1000
 
 

@@ -14,9 +14,9 @@ import pytest
 from rich.console import Console
 
 from pipeline.records import RolloutRecord
-from pipeline.report.results import Meta, build_results, write_results
+from pipeline.report.results import Meta, build_results, checkpoint_summary, write_results
 from pipeline.report.statistics import wilson
-from pipeline.report.table import markdown_table, print_results
+from pipeline.report.table import checkpoint_rows, markdown_table, print_results
 
 Make = Callable[..., RolloutRecord]
 
@@ -166,3 +166,17 @@ def test_what_speaks_against_the_figures_is_said(rollout: Make) -> None:
     side[0] = replace(side[0], info={"tool_calls_differ": True})
     assert "pi 50.0%." in markdown_table(build_results(side, side, METRICS, meta(planned=4)))
     assert "own log" not in markdown_table(build_results(silent, silent, METRICS, meta(planned=2)))
+
+
+def test_checkpoints_by_harness_with_what_is_missing(rollout: Make) -> None:
+    found = evaluation(rollout, {"pi": [True, False], "codex": [True]})
+    entry = checkpoint_summary("000002-update-000004", 4, found, {"codex": 2, "opencode": 2, "pi": 2})
+    assert (entry["graded"], entry["planned"], entry["pass@1"]) == (3, 6, pytest.approx(2 / 3))
+    assert entry["harnesses"]["pi"]["interval"] == pytest.approx(wilson(1, 2))
+    results = build_results([], [], METRICS, meta(), [entry])
+    rows = {cells[1]: cells for cells in checkpoint_rows(results)}
+    assert list(rows) == ["codex", "opencode", "pi", "all"]
+    assert rows["opencode"] == ("000002-update-000004", "opencode", "4", "–", "–", "0/2")
+    assert rows["all"][3:] == ("66.7%", "21 to 94", "3/6")
+    assert "| 000002-update-000004 | pi | 4 | 50.0% | 9 to 91 | 2/2 |" in markdown_table(results)
+    assert "checkpoint" not in markdown_table(build_results([], [], METRICS, meta()))

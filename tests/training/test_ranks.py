@@ -14,6 +14,9 @@ import torch
 from safetensors.torch import load_file
 from training_helpers import save_model
 
+from pipeline.training.checkpoint import newest
+from pipeline.training.export import export_checkpoint
+
 SCRIPT = """
 import json, sys
 from pathlib import Path
@@ -31,6 +34,7 @@ for seed in (1, 2) if resume else (0, 1, 2):
     if seed == 0:
         trainer.save(out / "checkpoints", {{"count": 1}})
 trainer.export(out / ("resumed" if resume else "export"))
+trainer.save(out / "last", {{}})
 if trainer.rank == 0:
     (out / "metrics.json").write_text(json.dumps(metrics))
 """
@@ -85,6 +89,18 @@ def test_two_ranks_equal_one(script: Path, tmp_path: Path, stage: int) -> None:
     for name in ("loss", "entropy", "grad_norm", "mismatch_kl", "ratio/mean", "logprob_diff_max", "batch/rows"):
         assert metrics[1][name] == pytest.approx(metrics[0][name], rel=1e-4), name
     assert metrics[1]["batch/forwards_per_step"] < metrics[0]["batch/forwards_per_step"]
+    again = exported_by_one_process(script, tmp_path / "2")
+    assert again.keys() == two.keys() and all(torch.equal(value, again[name]) for name, value in two.items())
+
+
+def exported_by_one_process(script: Path, out: Path) -> dict[str, torch.Tensor]:
+    """The last checkpoint's weights, as a job that evaluates it would export them."""
+    trained = newest(out / "last")
+    assert trained is not None
+    for _ in range(2):  # the second one finds the place taken
+        export_checkpoint(str(script.parent / "model"), trained, out / "again", "float32")
+    assert not list(out.glob(".partial*"))
+    return dict(load_file(out / "again" / "model.safetensors"))
 
 
 @pytest.mark.soak

@@ -1,0 +1,69 @@
+"""Weights as a Hugging Face directory that transformers and vLLM load, from a live trainer or from its checkpoint."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping
+from contextlib import redirect_stdout, suppress
+from io import StringIO
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from pipeline.training import checkpoint
+
+WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".safetensors.index.json", ".bin.index.json")
+
+
+def write_model(model: PreTrainedModel, weights: Mapping[str, Tensor], source: Path, place: Path) -> None:
+    """Fill the directory ``place`` with ``weights`` and with what ``source``, the base model, has besides weights."""
+    model.save_pretrained(place, state_dict=dict(weights))
+    for path in source.iterdir():
+        if path.is_file() and not path.name.endswith(WEIGHT_SUFFIXES) and path.name != checkpoint.MANIFEST:
+            shutil.copyfile(path, place / path.name)
+    config = checkpoint.read_json(place / "config.json")
+    config.pop("torch_dtype", None)
+    config["dtype"] = str(next(iter(weights.values())).dtype).removeprefix("torch.")
+    (place / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+
+
+def export_checkpoint(model_path: str, trained: Path, target: Path, dtype: str) -> None:
+    """Export the checkpoint ``trained`` to ``target``: by one process, whatever number of ranks wrote it.
+
+    Raises CheckpointError when it cannot be read (it may have been pruned meanwhile) or the export cannot be written.
+    """
+    from pipeline.training.trainer import ENGINE_TAG, load_model, resolve_model
+
+    source = resolve_model(model_path)
+    model = load_model(source, getattr(torch, dtype))
+    found = _read_weights(trained, ENGINE_TAG)
+    weights = {name: found[name].to(value.dtype) for name, value in model.named_parameters()}
+    draft = checkpoint.partial_path(target)
+    checkpoint.write_atomically(draft, lambda place: write_model(model, weights, source, place))
+    settle(draft, target)
+
+
+def _read_weights(trained: Path, tag: str) -> dict[str, Tensor]:
+    """By the model's own names, in float32; DeepSpeed's converter reads every ZeRO stage."""
+    from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+
+    try:
+        with redirect_stdout(StringIO()):
+            found = get_fp32_state_dict_from_zero_checkpoint(str(trained), tag)
+    except (OSError, ValueError, RuntimeError, KeyError) as error:
+        raise checkpoint.CheckpointError(f"{trained} cannot be read: {error}") from error
+    return {name.removeprefix("model."): value for name, value in found.items()}
+
+
+def settle(draft: Path, target: Path) -> None:
+    """Move a whole export to its place. One that another process put there first stays: an engine may be reading it."""
+    try:
+        draft.rename(target)
+    except OSError:
+        if not checkpoint.is_complete(target):
+            raise
+        with suppress(OSError):
+            shutil.rmtree(draft)
