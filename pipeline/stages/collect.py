@@ -7,8 +7,10 @@ rollout's workspace, and every model request of a rollout that went as it should
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import json
 import os
+import shutil
 import socket
 import tempfile
 import time
@@ -90,15 +92,16 @@ async def collect(config: Config, harness: str, out: Path) -> None:
     Parquet, one row a model request, columns as in SCHEMA. Raises UserError when nothing was kept.
     """
     teacher = None if config.collect.upstream_url else scripted_teacher(config)
+    parts = _parts(config, out)
     async with _upstream(config, teacher) as url, _workshop(config, url) as workshop:
-        finished = await _roll_out_all(config, workshop, harness, _tasks(config))
-    kept = [(record, trace) for task, record, trace in finished if as_it_should(record, task, teacher)]
+        finished = await _roll_out_all(config, workshop, harness, teacher, parts)
+    kept = [part["rows"] for part in finished if part["rows"]]
     _say(f"collect {harness}: kept {len(kept)} of {len(finished)} rollouts")
     if not kept:
-        record = finished[-1][1]
-        reason = f"{record.task_id} ended as {record.outcome} {record.verdict.reason}".strip()
-        raise UserError(f"the teacher's rollouts of {harness} came to nothing; the last one: {reason}")
-    _publish([row for record, trace in kept for row in _rows(record, trace)], _settings(config), out)
+        shutil.rmtree(parts, ignore_errors=True)  # the next try is a new one
+        raise UserError(f"the teacher's rollouts of {harness} came to nothing; the last one: {finished[-1]['ended']}")
+    _publish([row for rows in kept for row in rows], _settings(config), out)
+    shutil.rmtree(parts, ignore_errors=True)
 
 
 def as_it_should(record: RolloutRecord, task: HarborTask, teacher: Teacher | None) -> bool:
@@ -179,25 +182,54 @@ async def _workshop(config: Config, url: str) -> AsyncIterator[Workshop]:
 
 
 async def _roll_out_all(
-    config: Config, workshop: Workshop, harness: str, tasks: list[HarborTask]
-) -> list[tuple[HarborTask, RolloutRecord, Trace]]:
-    """One rollout a task, ``config.concurrency`` at once, in the order of the tasks."""
+    config: Config, workshop: Workshop, harness: str, teacher: Teacher | None, parts: Path
+) -> list[dict[str, Any]]:
+    """One rollout a task, ``config.concurrency`` at once, in the order of the tasks; what an earlier try left counts.
+
+    Each gives ``rows``, none when it is not kept, and how it ``ended``.
+    """
+    tasks = _tasks(config)
     limit = asyncio.Semaphore(config.concurrency)
     started = told = time.monotonic()
     done = 0
 
-    async def one(task: HarborTask) -> tuple[HarborTask, RolloutRecord, Trace]:
+    async def one(task: HarborTask) -> dict[str, Any]:
         nonlocal done, told
-        async with limit:
-            spec = GroupSpec(f"collect-{task.ref.task_id}", task.ref, harness, 0, 1)
-            record, trace = await workshop.roll_out_traced(spec, 0)
+        place = parts / f"{task.ref.task_id}.json"
+        if not place.exists():
+            async with limit:
+                spec = GroupSpec(f"collect-{task.ref.task_id}", task.ref, harness, 0, 1)
+                record, trace = await workshop.roll_out_traced(spec, 0)
+            part = _part(task, record, trace, teacher)
+            if record.outcome is not Outcome.INFRASTRUCTURE:
+                _keep(place, part)
+        else:
+            part = json.loads(place.read_text())
         done += 1
         if time.monotonic() - told > TELL_EVERY_S:
             told = time.monotonic()
             _say(f"collect {harness}: {done} of {len(tasks)} rollouts, {told - started:.0f} s")
-        return task, record, trace
+        return part
 
     return await asyncio.gather(*map(one, tasks))
+
+
+def _part(task: HarborTask, record: RolloutRecord, trace: Trace, teacher: Teacher | None) -> dict[str, Any]:
+    rows = _rows(record, trace) if as_it_should(record, task, teacher) else []
+    return {"rows": rows, "ended": f"{record.task_id} ended as {record.outcome} {record.verdict.reason}".strip()}
+
+
+def _parts(config: Config, out: Path) -> Path:
+    """Where finished rollouts wait for the others, so that a killed job goes on with the rest."""
+    name = hashlib.sha256(_settings(config).encode()).hexdigest()[:12]
+    return out.with_name(f".{out.stem}-{name}")
+
+
+def _keep(place: Path, part: dict[str, Any]) -> None:
+    place.parent.mkdir(parents=True, exist_ok=True)
+    draft = place.with_suffix(".draft")
+    draft.write_text(json.dumps(part))
+    os.replace(draft, place)
 
 
 def _tasks(config: Config) -> list[HarborTask]:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import subprocess
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +19,8 @@ from pipeline.cli import compose_config
 from pipeline.config import Config, UserError
 from pipeline.harness.base import harness_root
 from pipeline.harness.install import installed
-from pipeline.records import Outcome, PolicyVersion, RolloutRecord, Verdict
+from pipeline.records import GroupSpec, Outcome, PolicyVersion, RolloutRecord, Trace, Verdict
+from pipeline.stages import collect as module
 from pipeline.stages.collect import TeacherServer, as_it_should, collect, recording_path, run_collect
 from pipeline.tasks.generate import draw_tasks, generate_tasks
 from pipeline.tasks.harbor import load_tasks
@@ -90,7 +93,43 @@ def test_a_teacher_at_a_url_is_kept_only_where_it_solves(tmp_path: Path) -> None
     assert [row["reward"] for row in asyncio.run(run(0.0))] == [1.0] * 4
     with pytest.raises(UserError, match="came to nothing; the last one: train-0001 ended as unsolved"):
         asyncio.run(run(1.0))
-    assert not (tmp_path / "1.0" / "collect").exists()
+    assert not list((tmp_path / "1.0" / "collect").iterdir())
+
+
+def test_a_killed_recording_goes_on_with_the_rollouts_that_it_lacks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ran: list[str] = []
+
+    class Killed(BaseException):
+        pass
+
+    class FakeWorkshop:
+        async def roll_out_traced(self, spec: GroupSpec, index: int) -> tuple[RolloutRecord, Trace]:
+            ran.append(spec.task.task_id)
+            if len(ran) == 3:
+                raise Killed
+            outcome = Outcome.INFRASTRUCTURE if len(ran) == 2 else Outcome.SOLVED
+            version, verdict = PolicyVersion(0, 0), Verdict(None, None, 0)
+            record = RolloutRecord(
+                "r", "g", 0, spec.task.task_id, "pi", outcome, verdict, (), version, version, 1, 0, 0, 0, 0, 1.0
+            )  # fmt: skip
+            return record, Trace("s", (), "chat", {})
+
+    @asynccontextmanager
+    async def workshop(*_: object) -> AsyncIterator[FakeWorkshop]:
+        yield FakeWorkshop()
+
+    monkeypatch.setattr(module, "_workshop", workshop)
+    row = dict.fromkeys(("messages", "tools", "answer"), "{}") | {"harness": "pi", "call": 0, "reward": 1.0}
+    monkeypatch.setattr(module, "_rows", lambda record, trace: [row | {"task_id": record.task_id}])
+    config = settings(tmp_path, "collect.rollouts=4", "collect.lazy=0", "concurrency=1")
+    with pytest.raises(Killed):
+        asyncio.run(collect(config, "pi", recording_path(config, "pi")))
+    asyncio.run(collect(config, "pi", recording_path(config, "pi")))
+    assert [ran.count(f"train-{number:04d}") for number in range(4)] == [1, 2, 2, 1], "spoilt, or not ended: again"
+    assert [row["task_id"] for row in rows_of(config)] == [f"train-{number:04d}" for number in range(4)]
+    assert [path.name for path in (tmp_path / "collect").iterdir()] == ["pi.parquet"]
 
 
 def test_only_what_was_meant_is_kept(tmp_path: Path) -> None:
