@@ -53,6 +53,7 @@ class EvaluationProgram:
             level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s", stream=sys.stderr
         )
         logging.getLogger("httpx").setLevel(logging.WARNING)
+        logging.getLogger("submitit").propagate = False  # it has a handler of its own
         config, run = to_config(self.config), RunDirectory(Path(self.run_dir))
         register(config.harness.recipes)
         job = EvaluationJob(self.job["label"], self.job["weights"], tuple(self.job["harnesses"]))

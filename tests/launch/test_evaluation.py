@@ -133,7 +133,7 @@ def test_it_goes_on_beside_a_living_training(config: Config, monkeypatch: pytest
     run.attempt(1).check_fence()
     assert jobs.evaluate(config) == 0
     run.attempt(1).check_fence()
-    with pytest.raises(UserError, match="in use"):
+    with pytest.raises(UserError, match=r"in use .*attempt 1"):
         jobs.evaluate(replace(config, fresh=True))
 
 
