@@ -17,7 +17,9 @@ sys.path.insert(0, str(Path(__file__).parent))  # for the modules that all folde
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Tests of one file stay together, on one worker: they share a vLLM or a finished run."""
-    items.sort(key=lambda item: (item.path.parent.name != "launch", "harness_check" not in item.path.name))
+    items.sort(
+        key=lambda item: (item.path.parent.name not in ("launch", "slurm"), "harness_check" not in item.path.name)
+    )
 
 
 @pytest.fixture(autouse=True)

@@ -54,7 +54,10 @@ class YokeProgram:
         rank = "trainer" if environment.local_rank == 0 else "engine"
         _write_to(attempt.log(rank, environment.node))
         try:
-            self._run(rank, config, attempt, environment.node)
+            try:
+                self._run(rank, config, attempt, environment.node)
+            finally:
+                attempt.check_fence()  # however a ghost ends, it leaves no result
         except FencedOff as error:
             log.warning("%s", error)
             raise SystemExit(1) from None

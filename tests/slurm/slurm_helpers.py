@@ -10,7 +10,8 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
-SCRIPTS = Path(__file__).parents[2] / "slurm" / "testbed"
+ROOT = Path(__file__).parents[2]
+SCRIPTS = ROOT / "slurm" / "testbed"
 ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "PREEMPTED", "OUT_OF_MEMORY", "BOOT_FAIL")
 NODES = ("n1", "n2", "n3", "n4")
 
@@ -44,7 +45,9 @@ class Testbed:
 
     def run(self, *command: str | Path, timeout_s: float = 60.0) -> str:
         """What one of Slurm's commands prints. Raises CalledProcessError when it fails."""
-        done = subprocess.run(command, env=self.env, check=True, timeout=timeout_s, capture_output=True, text=True)
+        done = subprocess.run(
+            command, env=self.env, cwd=ROOT, check=True, timeout=timeout_s, capture_output=True, text=True
+        )
         return done.stdout.strip()
 
     def sbatch(self, *arguments: str | Path) -> str:
@@ -92,11 +95,23 @@ class Testbed:
         for pid in victims:
             kill(pid)
 
+    def give_up(self, node: str) -> None:
+        """Let Slurm take a dead node for dead at once, not after half a minute of silence: its jobs are requeued."""
+        self.run("scontrol", "update", f"NodeName={node}", "State=DOWN", "Reason=dead")
+
 
 def kill(pid: int, number: int = signal.SIGKILL) -> None:
     """Send a signal to a process that may be gone already."""
     with suppress(ProcessLookupError):
         os.kill(pid, number)
+
+
+def alive(pid: int) -> bool:
+    """Whether the process is there and no zombie."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
 
 
 def with_descendants(roots: list[int]) -> list[int]:
@@ -111,6 +126,15 @@ def with_descendants(roots: list[int]) -> list[int]:
         found.append(pid)
         queue += children.get(pid, [])
     return found
+
+
+def environment(pid: int) -> dict[str, str]:
+    """With what a process was started; {} when it is gone."""
+    try:
+        pairs = Path(f"/proc/{pid}/environ").read_bytes().decode(errors="replace").split("\0")
+    except OSError:
+        return {}
+    return dict(pair.split("=", 1) for pair in pairs if "=" in pair)
 
 
 def _pids() -> Iterator[int]:

@@ -9,7 +9,7 @@ import tempfile
 from pathlib import Path
 
 import pytest
-from slurm_helpers import ENDED, SCRIPTS, Testbed, kill, wait_until
+from slurm_helpers import ENDED, SCRIPTS, Testbed, alive, kill, wait_until
 
 JOB = """#!/bin/bash
 #SBATCH --nodes=2 --ntasks-per-node=2 --gpus-per-node=2 --time=30 --signal=USR2@60 --requeue
@@ -99,20 +99,12 @@ def test_two_at_once_and_nothing_left_behind(tmp_path: Path) -> None:
         assert beds[0].conf.read_text() == before, "a second start changes nothing"
         beds[0].kill_node("n1", ghost=True)
         beds[0].stop()
-        assert not any(runs(pid) for pid in doomed)
-        assert all(runs(pid) for pid in spared), "the other testbed goes on"
+        assert not any(alive(pid) for pid in doomed)
+        assert all(alive(pid) for pid in spared), "the other testbed goes on"
         assert beds[1].state(jobs[1]) == "RUNNING"
     finally:
         for bed in beds:
             bed.stop()
-
-
-def runs(pid: int) -> bool:
-    """Whether the process is there and no zombie."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
 
 
 @pytest.mark.slow
