@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from real_apptainer import KINDS
 
 from pipeline.config import SandboxConfig
 from pipeline.records import Verdict
@@ -20,7 +21,7 @@ Verify = Callable[..., Verdict]
 PICK = 'if [ "$(cat /workspace/answer.txt)" = 42 ]; then echo 1; else echo 0; fi > /logs/verifier/reward.txt'
 
 
-@pytest.fixture(params=["bubblewrap", "process"])
+@pytest.fixture(params=KINDS)
 def sandbox(request: pytest.FixtureRequest) -> Sandbox:
     return make_sandbox(SandboxConfig(kind=request.param, memory_mb=256, processes=64))
 
