@@ -13,6 +13,7 @@ from pipeline.engine.device import transfer_kind
 from pipeline.engine.server import reserve_port
 from pipeline.harness.base import HarnessRecipe, get_harness, harness_root
 from pipeline.launch.data import load_split
+from pipeline.launch.evaluation_jobs import evaluation_cluster
 from pipeline.launch.run_directory import RunDirectory
 from pipeline.launch.slurm import SET_BY_US
 from pipeline.sandbox.base import choose_sandbox
@@ -35,6 +36,7 @@ def check_settings(config: Config, port_is_ours: bool = False) -> str:
     _check_harnesses(config)
     _check_place(Path(config.run_dir))
     _check_cluster(config.cluster)
+    evaluation_cluster(config)
     load_reward(**asdict(config.reward))
     transfer_kind(config.engine.weight_transfer)
     if config.cluster.name == "slurm":  # ports and sandboxes are those of its nodes
@@ -97,6 +99,9 @@ def _check_numbers(config: Config) -> None:
     for name, value in {
         "harness.retries": config.harness.retries,
         "evaluation.retries": config.evaluation.retries,
+        "evaluation.every": config.evaluation.every,
+        "evaluation.keep_exports": config.evaluation.keep_exports,
+        "evaluation.max_jobs": config.evaluation.max_jobs,
         "algorithm.max_rerolls": algorithm.max_rerolls,
         "mix.set_aside_after": config.mix.set_aside_after,
     }.items():

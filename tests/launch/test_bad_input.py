@@ -67,6 +67,8 @@ def assert_refused(done: subprocess.CompletedProcess[str], run_dir: Path, *words
         (["cluster.name=moon"], ["cluster.name=moon"]),
         (["mix.harnesses=[pi,pi]"], ["twice"]),
         (["tasks.test_size=0"], ["test_size"]),
+        (["evaluation.every=-1"], ["evaluation.every=-1"]),
+        (["+evaluation.cluster.time=9"], ["evaluation.cluster has no time", "timeout_min"]),
         (["model.path=no/such/model"], ["no/such/model"]),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else None,

@@ -9,7 +9,9 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
+import torch
 from evaluation_helpers import NAMES, FakeSlurm, export, fake_engine, made, settings
+from safetensors.torch import load_file
 
 from pipeline.config import Config, UserError
 from pipeline.launch import checkpoint_evaluations, evaluation_jobs, jobs
@@ -17,6 +19,8 @@ from pipeline.launch.checkpoint_evaluations import CheckpointEvaluations
 from pipeline.launch.evaluation import EvaluationJob, evaluate
 from pipeline.launch.evaluation_jobs import EvaluationProgram, evaluation_cluster, job_name, on_slurm
 from pipeline.launch.run_directory import RunDirectory
+from pipeline.launch.trainer_rank import EndRequest, TrainerRank
+from pipeline.report.store import read_jsonl
 from pipeline.stages.evaluation import INCOMPLETE
 from pipeline.training.checkpoint import CheckpointError, newest, write_atomically
 
@@ -211,3 +215,26 @@ def test_the_run_directory_alone_is_enough_to_submit(config: Config, slurm: Fake
     run = RunDirectory(made(config).root)
     said = evaluation_jobs.submit_from_run(run, NAMES[0])
     assert said == f"evaluation of {NAMES[0]} submitted as array 71"
+
+
+@pytest.mark.slow
+def test_the_trainer_exports_submits_and_writes_it_down(
+    config: Config, slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The rank itself, without an engine: a checkpoint is saved, and its export holds the trained weights."""
+    run = made(config, ())
+    rank = TrainerRank(config, run.attempt(1), EndRequest())
+    with torch.no_grad():
+        next(parameter for _, parameter in rank.trainer.named_weights()).add_(1.0)
+    rank.flow.state.update = rank.trainer.updates = 4
+    with rank._phase("train"):
+        rank.save()
+    rank.evaluations.close()
+    rank.metrics.close()
+    rank.team.close()
+    (export,) = run.models.iterdir()
+    name, trained = next(rank.trainer.named_weights())
+    assert torch.equal(load_file(export / "model.safetensors")[name], trained)
+    assert slurm.submitted == 1
+    (entry,) = read_jsonl(run.attempt(1).ledger)
+    assert entry["checkpoint"] == export.name and entry["reason"].endswith("submitted as array 71")
