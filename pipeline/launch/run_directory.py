@@ -6,7 +6,7 @@ import hashlib
 import json
 import shutil
 import tempfile
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -112,7 +112,7 @@ class RunDirectory:
         if not self.config.is_file():
             return False
         keys = OmegaConf.load(self.config)
-        return isinstance(keys, DictConfig) and {item.name for item in fields(Config)} <= {str(key) for key in keys}
+        return isinstance(keys, DictConfig) and {str(key) for key in keys} >= OURS
 
     def saved_config(self) -> Config:
         """The configuration that the run was made with. Raises UserError when this is no run directory."""
@@ -149,6 +149,8 @@ class RunDirectory:
         return self.config.exists() and bool(begun)
 
 
+OURS = frozenset(("run_dir", "model", "mix", "tasks", "algorithm", "training"))  # what every saved configuration has
+
 # May differ between two commands on one run directory without making it another experiment.
 FREE = (
     "fresh",
@@ -172,8 +174,12 @@ _FREE_PREFIXES = tuple(f"{key}." for key in _FREE_KEYS)
 
 
 def differing_keys(old: Any, new: Any) -> list[str]:
-    """Dotted keys in which two configurations differ, apart from those that may change between attempts."""
-    flat_old, flat_new = _flatten(OmegaConf.to_container(old)), _flatten(OmegaConf.to_container(new))
+    """Dotted keys in which two configurations differ, apart from those that may change between attempts.
+
+    A key that ``old`` lacks came with a later version of Yoke: it was what is its default now.
+    """
+    defaults = _flatten(OmegaConf.to_container(OmegaConf.structured(Config)))
+    flat_old, flat_new = defaults | _flatten(OmegaConf.to_container(old)), _flatten(OmegaConf.to_container(new))
     different = sorted(key for key in flat_old.keys() | flat_new.keys() if flat_old.get(key) != flat_new.get(key))
     return [key for key in different if key.split(".")[0] not in FREE and not f"{key}.".startswith(_FREE_PREFIXES)]
 

@@ -25,8 +25,10 @@ from pipeline.launch.evaluation import (
     share,
 )
 from pipeline.launch.local import claim
+from pipeline.launch.reporting import report_run
 from pipeline.launch.run_directory import FencedOff, RunDirectory
-from pipeline.report.store import write_group
+from pipeline.report.metrics import read_metrics
+from pipeline.report.store import read_jsonl, write_group
 from pipeline.stages.evaluation import INCOMPLETE
 
 
@@ -179,6 +181,23 @@ def test_results_become_metrics_once_and_only_when_the_jobs_have_ended(
     ((update, values),) = late_results(config, run, [])
     assert (update, values["eval/pass@1"], values["eval/coverage"], values["eval/pi/pass@1"]) == (2, 1.0, 1.0, 1.0)
     assert late_results(config, run, [{"update": 2, **values}]) == []
+
+
+def test_a_report_takes_late_results_over_unless_the_training_is_alive(
+    config: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake_engine(monkeypatch)
+    run = made(config)
+    evaluate(config, run, EvaluationJob(NAMES[0], NAMES[0], ("pi", "codex")))
+    claim(run.attempt(1), os.getpid())
+    report_run(config, run)
+    assert read_metrics(run.root) == []
+    run.attempt(1).publish("job", {"pid": 1, "started": -1})
+    report_run(config, run)
+    report_run(config, run)
+    (entry,) = read_jsonl(run.metrics)
+    assert (entry["update"], entry["eval/pass@1"]) == (2, 1.0)
+    assert f"| {NAMES[0]} | all | 2 | 100.0% |" in (run.report / "table.md").read_text()
 
 
 def test_exports_are_pruned_but_not_those_that_jobs_need(config: Config) -> None:

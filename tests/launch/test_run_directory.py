@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from omegaconf import DictConfig, OmegaConf
 
 from pipeline.cli import compose_config
 from pipeline.config import UserError
@@ -39,6 +40,21 @@ def test_other_settings_are_refused_and_named(tmp_path: Path) -> None:
     run.save_config(replace(config, concurrency=9, fresh=True))  # how it runs may change between attempts
     with pytest.raises(UserError, match=r"algorithm\.group_size, seed"):
         run.save_config(replace(config, seed=7, algorithm=replace(config.algorithm, group_size=3)))
+
+
+def test_a_run_of_an_earlier_version_is_still_ours(tmp_path: Path) -> None:
+    config = compose_config([f"run_dir={tmp_path / 'run'}"])
+    run = RunDirectory(tmp_path / "run")
+    run.save_config(config)
+    run.new_attempt()
+    saved = OmegaConf.load(run.config)
+    assert isinstance(saved, DictConfig)
+    del saved["sft"], saved["sandbox"]["tmp_mb"]
+    run.config.write_text(OmegaConf.to_yaml(saved))
+    assert run.is_ours() and run.saved_config() == config
+    run.save_config(config)
+    with pytest.raises(UserError, match=r"settings \(sandbox\.tmp_mb\)"):
+        run.save_config(replace(config, sandbox=replace(config.sandbox, tmp_mb=1)))
 
 
 def test_rpc_answers_refuses_and_gives_up_in_time() -> None:
