@@ -45,6 +45,7 @@ class ClusterConfig:
     signal_s: int = 120  # warning before the time limit or a preemption: long enough for an update and a checkpoint
     max_attempts: int = 3  # local: a crashed attempt is started again from the last checkpoint this often
     max_requeues: int = 20  # Slurm: starts of one job beyond the first, whatever ended them
+    storage_wait_s: float = 600.0  # a full disk or a file system that is away is waited for this long
     host: str | None = None  # name or address under which other nodes reach this one; null = its host name
     interface: str | None = None  # network interface of the gradients (GLOO_ and NCCL_SOCKET_IFNAME); null = theirs
 

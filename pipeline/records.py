@@ -6,6 +6,7 @@ Rooms share these and import nothing else of each other.
 from __future__ import annotations
 
 import enum
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -222,3 +223,13 @@ ROLLOUT_SCHEMA = pa.schema(
         ),
     ]
 )
+
+
+NO_CHECKPOINT = (0, 0)
+_CHECKPOINT = re.compile(r"(?:(\d+)-)?(\d+)-update-\d+")
+
+
+def checkpoint_order(name: str) -> tuple[int, int]:
+    """(attempt, sequence) of a checkpoint directory's name; NO_CHECKPOINT when it is none's."""
+    match = _CHECKPOINT.fullmatch(name)
+    return (int(match[1] or 0), int(match[2])) if match else NO_CHECKPOINT

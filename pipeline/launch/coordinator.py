@@ -16,8 +16,8 @@ from typing import Any
 from pipeline.config import Config
 from pipeline.launch.overview import EndedGroups, counts_overview, node_overview, rollouts_overview
 from pipeline.launch.run_directory import Attempt
+from pipeline.launch.storage import Lines, Storage
 from pipeline.records import GroupSpec, Outcome, PolicyVersion, RolloutRecord, TaskRef, TrainGroup
-from pipeline.report.store import append_jsonl, read_group
 from pipeline.stages.advantage import enough_graded, load_reward, score, to_train_group
 from pipeline.stages.evaluation import Cells
 from pipeline.stages.flow import GroupFlow, ReadyGroup
@@ -26,6 +26,7 @@ from pipeline.stages.outcome import harness_failed
 LONG_POLL_S = 5.0
 AUDIT_S = 10.0  # leases are compared this often with what the engine ranks say they have
 ERRORS_KEPT = 5
+FLUSH_S = 5.0  # that the end of a run, or a checkpoint, waits for the ledger
 
 
 @dataclass
@@ -65,6 +66,7 @@ class Coordinator:
         self.seen: dict[str, float] = {}  # engine rank → when it last called
         self.stats: dict[str, dict[str, Any]] = {}
         self.failure: str | None = None  # why an engine rank gave up
+        self.mistake = False  # it is the user's to mend
         self.interrupted = False  # someone asked for a checkpoint and the end
         self.checkpoint_wanted = False  # something happened that a crash must not undo
         self.progress = Progress()
@@ -83,6 +85,9 @@ class Coordinator:
         self._held: dict[str, frozenset[str]] = {}  # engine rank → groups that it says it works on
         self._unheld: frozenset[tuple[str, int]] = frozenset()  # leases that nobody held at the last audit
         self._audit_due = self._clock() + AUDIT_S
+        self._closed: set[int] = set()  # lease ids
+        self.storage = Storage(attempt, config.cluster.storage_wait_s, lambda kind, text: self.emit(kind, text=text))
+        self.lines = Lines(self.storage)
 
     @property
     def methods(self) -> dict[str, Any]:
@@ -93,6 +98,7 @@ class Coordinator:
             "close": self.close,
             "heartbeat": self.heartbeat,
             "fail": self.fail,
+            "tell": self.tell,
             "interrupt": self.interrupt,
             "status": self.status,
             "overview": self.overview,
@@ -124,10 +130,15 @@ class Coordinator:
             self._held[engine] = frozenset(held)
             return {"stop": self._stopping, "known": engine in self.engines}
 
-    def fail(self, engine: str, reason: str) -> dict[str, Any]:
+    def tell(self, engine: str, kind: str, text: str) -> dict[str, Any]:
+        """An alarm (``error``) or a ``message`` of an engine rank, for the live view."""
+        self.emit(kind, text=f"{engine}: {text}")
+        return {}
+
+    def fail(self, engine: str, reason: str, mistake: bool = False) -> dict[str, Any]:
         """An engine rank cannot go on; the trainer ends the attempt at once, with this reason."""
         with self._changed:
-            self.failure = f"{engine}: {reason}"
+            self.failure, self.mistake = f"{engine}: {reason}", mistake
             self._changed.notify_all()
         return {}
 
@@ -169,8 +180,8 @@ class Coordinator:
         return _train_work(lease.spec, lease.lease_id) | {"keep_from": oldest, "lineage": self.flow.state.lineage}
 
     def close(self, engine: str, work: dict[str, Any], path: str) -> dict[str, Any]:
-        """A group is done: its rollouts lie in the Parquet file ``path``."""
-        return self.take_back(engine, work, read_group(Path(path)))
+        """A group is done: its rollouts lie in the Parquet file ``path``. An engine that got no answer asks again."""
+        return self.take_back(engine, work, self.storage.read_rollouts(Path(path)))
 
     def take_back(self, engine: str, work: dict[str, Any], records: tuple[RolloutRecord, ...]) -> dict[str, Any]:
         """The rollouts of ``work``, which ``engine`` had, have ended."""
@@ -190,6 +201,9 @@ class Coordinator:
     def _close_train(self, engine: str, work: dict[str, Any], records: tuple[RolloutRecord, ...]) -> None:
         assert self.flow is not None
         group_id = work["group_id"]
+        if work["lease_id"] in self._closed:
+            return
+        self._closed.add(work["lease_id"])
         if not self.flow.holds(group_id, work["lease_id"]):
             return self._note(group_id, "ignored", "its lease had been taken back", engine)
         self._count(records)
@@ -224,19 +238,19 @@ class Coordinator:
         """A harness was set aside: say so on the terminal and in the ledger, and keep it over a crash."""
         self.checkpoint_wanted = True
         entry = {"t": time.time(), "harness": harness, "what": "set aside", "reason": reason}
-        append_jsonl(self.attempt.ledger, entry)
+        self.lines.add(self.attempt.ledger, entry)
         self.emit("error", text=aside_text(harness, reason))
 
     def note_evaluation(self, checkpoint: str, text: str, alarm: bool) -> None:
         """What becomes of a checkpoint's evaluation, for the ledger and the terminal."""
         with self._changed:
             entry = {"t": time.time(), "checkpoint": checkpoint, "what": "evaluation", "reason": text}
-            append_jsonl(self.attempt.ledger, entry)
+            self.lines.add(self.attempt.ledger, entry)
             self.emit("error" if alarm else "message", text=text)
 
     def _note(self, group_id: str, what: str, reason: str, engine: str | None = None) -> None:
         entry = {"t": time.time(), "group": group_id, "what": what, "reason": reason}
-        append_jsonl(self.attempt.ledger, entry | ({"engine": engine} if engine else {}))
+        self.lines.add(self.attempt.ledger, entry | ({"engine": engine} if engine else {}))
 
     def status(self, after: int = 0) -> dict[str, Any]:
         """For the live view: the events since number ``after``, and how things stand now."""
@@ -401,6 +415,7 @@ class Coordinator:
         with self._changed:
             self._stopping = True
             self._supply.notify_all()
+        self.lines.flush(FLUSH_S)
 
 
 def aside_text(harness: str, reason: str) -> str:

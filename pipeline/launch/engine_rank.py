@@ -11,14 +11,15 @@ import os
 import random
 import shutil
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from pipeline.capture.supervisor import ShardSupervisor
-from pipeline.config import Config
+from pipeline.config import Config, UserError
 from pipeline.engine.server import SERVED_MODEL_NAME, EngineServer
 from pipeline.harness.base import harness_root
 from pipeline.launch.coordinator import LONG_POLL_S, spec_from_json
@@ -26,7 +27,8 @@ from pipeline.launch.health import HealthProbe
 from pipeline.launch.kept import KeptRollouts, group_name, rollout_name
 from pipeline.launch.rpc import RpcClient, RpcError, RpcServer
 from pipeline.launch.run_directory import RENDEZVOUS_S, Attempt
-from pipeline.records import GroupSpec, PolicyVersion, RolloutRecord
+from pipeline.launch.storage import Storage
+from pipeline.records import GroupSpec, Outcome, PolicyVersion, RolloutRecord
 from pipeline.report.store import write_group
 from pipeline.sandbox.base import make_sandbox
 from pipeline.stages.evaluation import write_cell
@@ -37,7 +39,13 @@ log = logging.getLogger("yoke.engine")
 HEARTBEAT_S = 1.0
 COORDINATOR_SILENCE_S = 20.0
 OUTAGE_S = 120.0  # a harness's call outlives an engine restart of this length
+CLOSE_S = 60.0  # that a closed group may take on its way, beyond the time for the file system
+CLOSE_TRIES = 3
 CALL_THREADS = 8
+FILE_THREADS = 16  # what hangs on the shared file system waits here, and nothing else with it
+STORAGE_TRIES = 3
+
+T = TypeVar("T")
 
 
 class EngineRank:
@@ -72,12 +80,13 @@ class EngineRank:
         self.stopping = asyncio.Event()
         self.failure: BaseException | None = None
         self.calls = ThreadPoolExecutor(CALL_THREADS, thread_name_prefix="rpc")
+        self.files = ThreadPoolExecutor(FILE_THREADS, thread_name_prefix="files")
+        self.storage = Storage(attempt, config.cluster.storage_wait_s, self._tell)
 
     async def run(self) -> None:
         """Serve until the coordinator says stop. Raises when vLLM cannot be kept alive or the coordinator is gone."""
-        self.coordinator = await self._find_coordinator()
+        self.coordinator, token = await self._find_coordinator()
         loop = asyncio.get_running_loop()
-        token = (self.attempt.read("coordinator") or {})["token"]
         self.control = RpcServer(
             {
                 "policy_version": lambda version: self._policy_version(loop, version),
@@ -100,19 +109,34 @@ class EngineRank:
     async def _report(self, error: Exception) -> None:
         """Let the trainer end the attempt at once, instead of waiting for what will not come."""
         with suppress(RpcError):
-            await self._call("fail", 5.0, reason=f"{type(error).__name__}: {error}")
+            reason, mistake = f"{type(error).__name__}: {error}", isinstance(error, UserError)
+            await self._call("fail", 5.0, reason=str(error) if mistake else reason, mistake=mistake)
 
-    async def _find_coordinator(self) -> RpcClient:
+    def _tell(self, kind: str, text: str) -> None:
+        """An alarm on its way to the terminal; called in threads."""
+        with suppress(RpcError):
+            self.coordinator.call("tell", 5.0, engine=self.name, kind=kind, text=text)
+
+    async def _find_coordinator(self) -> tuple[RpcClient, str]:
+        """The coordinator and the token of this attempt's calls."""
         deadline = time.monotonic() + RENDEZVOUS_S
         while time.monotonic() < deadline:
-            record = self.attempt.read("coordinator")
+            record = await self._read("coordinator")
             if record is not None:
-                return RpcClient(record["url"], record["token"])
-            failed = self.attempt.read("failed")
+                return RpcClient(record["url"], record["token"]), record["token"]
+            failed = await self._read("failed")
             if failed is not None:
                 raise RuntimeError(f"the {failed['rank']} rank failed: {failed['text']}")
             await asyncio.sleep(0.2)
         raise TimeoutError(f"no coordinator within {RENDEZVOUS_S:g} s in {self.attempt.root}")
+
+    async def _read(self, name: str) -> dict[str, Any] | None:
+        with suppress(OSError):  # tried again by the caller
+            return await self._in_file_thread(partial(self.attempt.read, name))
+        return None
+
+    async def _in_file_thread(self, action: Callable[[], T]) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self.files, action)
 
     def _workshop(self) -> Workshop:
         return Workshop(
@@ -214,28 +238,40 @@ class EngineRank:
             await asyncio.wait([earlier])
         spec = spec_from_json(work)
         records = await asyncio.gather(*(self._one(spec, index, work) for index in work["indices"]))
-        self.attempt.check_fence()
-        if work["kind"] == "evaluate":
-            path = write_cell(Path(work["path"]), records)
-        else:
-            path = self.attempt.groups / group_name(spec)
-            write_group(path, records)
+        publish = partial(self.storage.publish, f"write {spec.group_id}", partial(self._write, work, spec, records))
+        path = await self._in_file_thread(publish)
         await self._close(work, path)
-        for index in work["indices"]:
-            self._rollout_file(spec, index).unlink(missing_ok=True)
+        await self._in_file_thread(partial(self._forget_rollouts, spec, work["indices"]))
+
+    def _write(self, work: dict[str, Any], spec: GroupSpec, records: list[RolloutRecord]) -> Path:
+        if work["kind"] == "evaluate":
+            return write_cell(Path(work["path"]), records)
+        path = self.attempt.groups / group_name(spec)
+        write_group(path, records)
+        return path
+
+    def _forget_rollouts(self, spec: GroupSpec, indices: list[int]) -> None:
+        with suppress(OSError):  # they only take room
+            for index in indices:
+                self._rollout_file(spec, index).unlink(missing_ok=True)
 
     async def _close(self, work: dict[str, Any], path: Path) -> None:
-        for last in (False, False, True):
+        """Hand a group in. The coordinator reads its file first, which may take as long as the file system is away."""
+        deadline = time.monotonic() + self.config.cluster.storage_wait_s + CLOSE_S
+        refused = 0
+        while True:
             try:
-                await self._call("close", work=work, path=str(path))
+                call = partial(self.coordinator.call, "close", engine=self.name, work=work, path=str(path))
+                await self._in_file_thread(call)
                 return
-            except RpcError:
-                if last:
+            except RpcError as error:
+                refused += error.__cause__ is None  # it answered, with an error
+                if refused == CLOSE_TRIES or time.monotonic() > deadline:
                     raise
                 await asyncio.sleep(1.0)
 
     async def _one(self, spec: GroupSpec, index: int, work: dict[str, Any]) -> RolloutRecord:
-        kept = self._kept(spec, index, work)
+        kept = await self._in_file_thread(partial(self._kept, spec, index, work))
         if kept is not None:
             self.queued -= 1
             return kept
@@ -246,14 +282,28 @@ class EngineRank:
                 self.queued, waiting = self.queued - 1, False
                 self.in_flight += 1
                 try:
-                    record = await self.workshop.roll_out(spec, index)
+                    record = await self._roll_out(spec, index)
                 finally:
                     self.in_flight -= 1
         finally:
             self.queued -= waiting
         self.tokens.append((time.monotonic(), record.sampled_tokens))
         if work["kind"] == "train":
-            write_group(self._rollout_file(spec, index), [record])
+            write = partial(write_group, self._rollout_file(spec, index), [record])
+            await self._in_file_thread(partial(self.storage.publish, f"write {spec.group_id}-{index}", write))
+        return record
+
+    async def _roll_out(self, spec: GroupSpec, index: int) -> RolloutRecord:
+        """A rollout. What was spoilt while a shared file system was away is made again once that is back."""
+        places = [spec.task.path, self.workshop.harness_home]
+        for last in (False,) * (STORAGE_TRIES - 1) + (True,):
+            started = time.monotonic()
+            await self._in_file_thread(partial(self.storage.was_away, started, places))
+            record = await self.workshop.roll_out(spec, index)
+            if last or record.outcome is not Outcome.INFRASTRUCTURE:
+                break
+            if not await self._in_file_thread(partial(self.storage.was_away, started, places)):
+                break
         return record
 
     def _rollout_file(self, spec: GroupSpec, index: int) -> Path:
@@ -261,7 +311,13 @@ class EngineRank:
 
     def _kept(self, spec: GroupSpec, index: int, work: dict[str, Any]) -> RolloutRecord | None:
         """A graded rollout of an earlier attempt, fresh enough and of weights that led to the present ones."""
-        return self.kept.find(spec, index, work) if work["kind"] == "train" else None
+        if work["kind"] != "train":
+            return None
+        try:
+            return self.kept.find(spec, index, work)
+        except (OSError, UserError) as error:  # they only save work
+            log.warning("kept rollouts are passed over: %s", error)
+            return None
 
     # --- watching
 
@@ -313,10 +369,12 @@ class EngineRank:
             await self._register()
 
     async def _shut_down(self) -> None:
+        self.storage.close()
         await self.supervisor.stop()
         await asyncio.to_thread(self.server.close)
         self.control.stop()
         self.calls.shutdown(wait=False)
+        self.files.shutdown(wait=False, cancel_futures=True)
         shutil.rmtree(self.scratch, ignore_errors=True)
 
 

@@ -55,6 +55,7 @@ class KeptRollouts:
 
     def _records(self, path: Path) -> tuple[RolloutRecord, ...]:
         """All rollouts of a group ask for the same file, one after the other."""
-        if self._read[0] != path:
-            self._read = (path, read_group(path) if path.exists() else ())
-        return self._read[1]
+        read = self._read
+        if read[0] != path:  # one assignment: several threads ask
+            read = self._read = (path, read_group(path) if path.exists() else ())
+        return read[1]

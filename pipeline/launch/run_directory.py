@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
+import logging
+import os
 import shutil
 import tempfile
 from dataclasses import dataclass
@@ -13,8 +16,12 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from pipeline.config import Config, UserError
+from pipeline.records import checkpoint_order
 from pipeline.report.store import write_text
 
+log = logging.getLogger("yoke.run")
+
+RESERVE, RESERVE_BYTES = ".reserve", 1 << 15  # given up when a rank has to leave its last word on a full disk
 RENDEZVOUS_S = 300.0  # within which the ranks of an attempt must have found each other
 
 
@@ -65,8 +72,15 @@ class RunDirectory:
     @property
     def done(self) -> dict[str, Any] | None:
         """What the attempt that finished the run left, or None while no attempt has."""
-        records = (self.attempt(number).read("done") for number in reversed(self.attempt_numbers()))
-        return next((record for record in records if record), None)
+        for number in reversed(self.attempt_numbers()):
+            if record := self.attempt(number).read("done"):
+                return record if self._newest_checkpointed() <= number else None  # else it is a ghost's
+        return None
+
+    def _newest_checkpointed(self) -> int:
+        """The newest attempt that has a checkpoint; 0 when none has."""
+        names = [path.name for path in self.checkpoints.iterdir()] if self.checkpoints.is_dir() else []
+        return max((checkpoint_order(name)[0] for name in names), default=0)
 
     @property
     def scratch_prefix(self) -> str:
@@ -105,6 +119,7 @@ class RunDirectory:
             attempt.groups.mkdir()
             attempt.rollouts.mkdir()
             attempt.logs.mkdir()
+            (attempt.root / RESERVE).write_bytes(os.urandom(RESERVE_BYTES))
             return attempt
 
     def is_ours(self) -> bool:
@@ -220,6 +235,10 @@ class Attempt:
     def ledger(self) -> Path:
         return self.root / "ledger.jsonl"
 
+    @property
+    def metrics(self) -> Path:
+        return self.root / "metrics.jsonl"
+
     def log(self, rank: str, node: int) -> Path:
         """Where the ``trainer`` or ``engine`` rank of a node writes what it has to say."""
         return self.logs / f"{rank}-node{node}.log"
@@ -230,16 +249,21 @@ class Attempt:
 
     def fail(self, rank: str, error: BaseException) -> None:
         """Leave word of why a rank ended, for the other ranks and the launcher; the first word stands."""
-        path = self.root / "failed.json"
-        if not path.exists():
-            record = {"rank": rank, "text": str(error) or repr(error), "user_error": isinstance(error, UserError)}
-            self.publish("failed", record)
+        record = {"rank": rank, "text": str(error) or repr(error), "user_error": isinstance(error, UserError)}
+        try:
+            (self.root / RESERVE).unlink(missing_ok=True)  # makes room for this word on a full disk
+            if not (self.root / "failed.json").exists():
+                self.publish("failed", record)
+        except OSError as trouble:
+            log.error("%s; no word of it could be left: %s", record["text"], trouble)
 
     def check_fence(self) -> None:
         """Raises FencedOff when a newer attempt has been claimed."""
-        newest = max(self.run.attempt_numbers(), default=0)
-        if newest > self.number:
-            raise FencedOff(f"attempt {self.number} of {self.run.root} ends: attempt {newest} has taken over")
+        numbers = self.run.attempt_numbers()
+        if self.number not in numbers:
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(self.root))  # the storage is away
+        if numbers[-1] > self.number:
+            raise FencedOff(f"attempt {self.number} of {self.run.root} ends: attempt {numbers[-1]} has taken over")
 
     def publish(self, name: str, record: dict[str, Any]) -> None:
         """Write ``name``.json, readable by this user only (it may hold a token)."""

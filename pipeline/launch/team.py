@@ -119,7 +119,7 @@ class TrainerTeam:
         return self.trainer.update(groups)
 
     def _save(self, root: Path, state: dict[str, Any] | None = None) -> None:
-        self.trainer.save(root, state or {})
+        self.trainer.save(root, state or {}, self.attempt.check_fence)
 
     def _push(self, targets: Sequence[Target], version: PolicyVersion) -> list[Pushed]:
         weights = list(self.trainer.named_weights())  # under ZeRO-3 all ranks gather them, whether they push or not

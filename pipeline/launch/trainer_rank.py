@@ -8,7 +8,7 @@ import logging
 import secrets
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -17,19 +17,22 @@ from typing import Any
 from pipeline.config import Config, UserError
 from pipeline.engine.transfer import SyncTimings
 from pipeline.launch.checkpoint_evaluations import CheckpointEvaluations
-from pipeline.launch.coordinator import Coordinator, Engine, aside_text
+from pipeline.launch.coordinator import FLUSH_S, Coordinator, Engine, aside_text
 from pipeline.launch.data import load_splits
 from pipeline.launch.gates import ensure_gates
 from pipeline.launch.rendezvous import ANYWHERE, join_trainers, own_host
 from pipeline.launch.rpc import RpcServer
 from pipeline.launch.run_directory import RENDEZVOUS_S, Attempt
 from pipeline.launch.snapshotter import Snapshotter
+from pipeline.launch.storage import Saving
 from pipeline.launch.team import Target, TrainerTeam
-from pipeline.report.metrics import MetricsLog, evaluation_metrics, group_metrics, rollout_metrics
+from pipeline.report.metrics import MetricsLog, begin_metrics, evaluation_metrics, group_metrics, rollout_metrics
+from pipeline.report.store import point
 from pipeline.stages.evaluation import Cells, evaluation_specs
 from pipeline.stages.flow import FlowState, GroupFlow, ReadyGroup
 from pipeline.stages.schedule import make_schedule
 from pipeline.stages.update import fresh_state, open_trainer
+from pipeline.training.checkpoint import CheckpointError
 
 log = logging.getLogger("yoke.trainer")
 
@@ -91,14 +94,22 @@ class TrainerRank:
             config.mix.set_aside_after,
         )
         self.coordinator = Coordinator(config, attempt, self.flow)
-        self.metrics = MetricsLog(self.run.root, config.logging, asdict(config))
+        self.storage = self.coordinator.storage
+        self.saving = Saving(config.cluster.storage_wait_s, self._tell)
+        history = (self.run.root, self.attempt.metrics, self.state.get("attempt"), flow_state.update)
+        self.storage.publish("begin the metrics", lambda: begin_metrics(*history))
+        self.metrics = MetricsLog(
+            self.run.root, config.logging, asdict(config), self.attempt.metrics, self.coordinator.lines.add
+        )
         self.evaluations = CheckpointEvaluations(
             config, self.run, self.team.export, self.metrics.log, self.coordinator.note_evaluation
         )
 
     def _load_state(self) -> dict[str, Any]:
-        state = self.trainer.load(self.run.checkpoints)
-        return state or fresh_state()
+        return self.trainer.load(self.run.checkpoints) or fresh_state()
+
+    def _tell(self, kind: str, text: str) -> None:
+        self.coordinator.emit(kind, text=text)
 
     # --- the run
 
@@ -107,7 +118,7 @@ class TrainerRank:
         token = secrets.token_hex(16)
         host = own_host(self.config.cluster)
         server = RpcServer(self.coordinator.methods, token, host if self.config.cluster.nodes == 1 else ANYWHERE, host)
-        self.attempt.publish("coordinator", {"url": server.url, "token": token})
+        self._publish("coordinator", {"url": server.url, "token": token})
         snapshots = Snapshotter(
             self.run.status, self.coordinator.overview, self.coordinator.news, self.attempt.check_fence
         )
@@ -116,7 +127,7 @@ class TrainerRank:
             self._check_tasks()
             with self._phase("start"):
                 self._await_engine()
-            self.attempt.publish("ready", {"engines": sorted(self.coordinator.engines), "time": time.time()})
+            self._publish("ready", {"engines": sorted(self.coordinator.engines), "time": time.time()})
             self._evaluate("before", self.config.evaluation.before and self.flow.state.update == 0)
             with self._phase("train"):
                 self._train()
@@ -187,12 +198,14 @@ class TrainerRank:
 
     def _check_the_others(self) -> None:
         """Called in every wait; raises when waiting is of no use: failed or silent engines, a ghost, an interrupt."""
-        self.attempt.check_fence()
+        self.storage.glance()
         self._check_end()
         self.team.rest()
         if self.coordinator.failure:
-            raise RuntimeError(f"engine rank {self.coordinator.failure}")
-        if self.coordinator.checkpoint_wanted:
+            raise (UserError if self.coordinator.mistake else RuntimeError)(f"engine rank {self.coordinator.failure}")
+        if self.storage.lost:
+            raise self.storage.lost
+        if self.coordinator.checkpoint_wanted or self.saving.due:
             self.coordinator.checkpoint_wanted = False
             self.save()
         for name in self.coordinator.lost_engines(ENGINE_SILENCE_S):
@@ -203,8 +216,7 @@ class TrainerRank:
     def _check_end(self) -> None:
         reason = self.end.reason or ("stop" if self.coordinator.interrupted else None)
         if reason is not None:
-            self.save()
-            self.end.answer(saved=True)
+            self.end.answer(saved=self.save())
             raise Interrupted(reason)
 
     def _train(self) -> None:
@@ -213,11 +225,11 @@ class TrainerRank:
             batch = self._await_batch()
             waited = time.monotonic() - waited
             self._update(batch, waited)
-            if self._checkpoint_due():
+            if self._checkpoint_due() or self.saving.failing:
                 self.save()
             self._check_end()
         self.flow.close_books()
-        self.save()
+        self._insist(self._write_checkpoint)
 
     def _checkpoint_due(self) -> bool:
         return self.flow.state.update % self.config.training.checkpoint_every == 0
@@ -242,7 +254,7 @@ class TrainerRank:
         metrics = self.team.update(groups, self.flow.version) | (
             group_metrics(groups, self.flow.version) if groups else {}
         )
-        self.attempt.check_fence()
+        self.storage.glance()
         dropped = self.flow.dropped_stale
         progress = self.coordinator.finish_update(batch)
         timings = self._sync_engines()
@@ -294,11 +306,12 @@ class TrainerRank:
             return
         evaluation = self.config.evaluation
         specs = evaluation_specs(self.test_tasks, self.config.mix.harnesses, evaluation.rollouts_per_task)
-        cells = Cells(self.run.evaluation(label), specs, evaluation.retries)
+        directory = self.run.evaluation(label)
+        cells = self.storage.insist(f"read {directory}", lambda: Cells(directory, specs, evaluation.retries))
         with self._phase(f"evaluate_{label}"):
             self._work_through(cells)
-        coverage = cells.coverage()
-        values = evaluation_metrics(cells.records(), coverage.planned)
+        coverage = self.storage.insist(f"read {directory}", cells.coverage)
+        values = evaluation_metrics(self.storage.insist(f"read {directory}", cells.records), coverage.planned)
         self.metrics.log(self.flow.state.update, values)
         text = (
             f"evaluation {label}: pass@1 {values.get('eval/pass@1', 0.0):.1%}, {coverage.graded} of {coverage.planned}"
@@ -316,21 +329,51 @@ class TrainerRank:
             self.coordinator.wait(0.5)
         self.coordinator.evaluate(None)
 
-    def save(self) -> None:
-        """Write a checkpoint, unless a newer attempt has taken the run over."""
-        self.attempt.check_fence()
+    def save(self) -> bool:
+        """Whether a checkpoint was written. One that fails is tried again, until `Saving` gives up."""
+        try:
+            self._write_checkpoint()
+        except CheckpointError as error:
+            self.saving.failed(error)
+            return False
+        self.saving.worked()
+        return True
+
+    def _write_checkpoint(self) -> None:
+        """Raises FencedOff when a newer attempt has taken the run over."""
+        self.storage.publish("look for a newer attempt", lambda: None)
         self._account()
         self.state |= {"flow": self.coordinator.flow_state(), "attempt": self.attempt.number}
         self.team.save(self.run.checkpoints, self.state)
+        self.coordinator.lines.flush(FLUSH_S)
         self.evaluations.saved(self.flow.state.update)
 
+    def _insist(self, write: Callable[[], None]) -> None:
+        """Until a collective ``write`` works. Raises StorageLost when it has been failing for too long."""
+        while True:
+            try:
+                write()
+                return self.saving.worked()
+            except CheckpointError as error:
+                self.saving.failed(error)
+            while not self.saving.due:
+                self.storage.glance()
+                self.team.rest()
+                self.coordinator.wait(0.2)
+
+    def _publish(self, name: str, record: dict[str, Any]) -> None:
+        self.storage.publish(f"write {name}.json", lambda: self.attempt.publish(name, record))
+
     def _finish(self) -> None:
-        self.attempt.check_fence()
-        self.save()
-        self.team.export(self.run.root / "model")
+        """The last checkpoint, its model for vLLM and others under ``model``, and word that the run is done."""
+        self._insist(self._write_checkpoint)
+        place = self.attempt.root / "model"
+        self._insist(lambda: self.team.export(place))
+        link = self.run.root / "model"
+        self.storage.publish("link the model", lambda: point(link, place.relative_to(self.run.root)))
         self.evaluations.close()
-        kept = {name: self.state[name] for name in ("wall_s", "rollouts")}
-        self.attempt.publish("done", kept | {"set_aside": self.flow.state.set_aside})
+        kept = {key: self.state[key] for key in ("wall_s", "rollouts")}
+        self._publish("done", kept | {"set_aside": self.flow.state.set_aside})
 
 
 def _target(engine: Engine) -> Target:

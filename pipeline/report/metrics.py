@@ -5,6 +5,7 @@ Names are those of TRL and prime-rl where the meaning is the same, so that runs 
 
 from __future__ import annotations
 
+import json
 import logging
 import math
 import time
@@ -17,7 +18,7 @@ from typing import Any
 
 from pipeline.config import LoggingConfig
 from pipeline.records import Outcome, PolicyVersion, RolloutRecord, TrainGroup
-from pipeline.report.store import append_jsonl, publish_new, read_jsonl
+from pipeline.report.store import append_jsonl, point, publish_new, read_jsonl, write_text
 
 METRICS_FILE = "metrics.jsonl"
 WANDB_ID_FILE = "wandb_id"
@@ -130,9 +131,32 @@ def evaluation_metrics(records: Sequence[RolloutRecord], planned: int | None = N
 
 
 def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
-    """One entry an update, in order. An update that was logged again after a restart counts as logged last."""
+    """One entry an update, in order. What was logged again counts as logged last.
+
+    Each attempt writes a file of its own, which begins with the history that it resumed from; the newest counts, so
+    neither what a dead attempt had beyond its checkpoint nor what its ghost adds is seen.
+    """
+    return _merged(_newest_file(run_dir))
+
+
+def begin_metrics(run_dir: Path, place: Path, source: int | None, update: int) -> None:
+    """Begin an attempt's file at ``place``: the history up to ``update`` of attempt ``source``, whose checkpoint it
+    resumes from (None: it starts afresh). The run's metrics.jsonl becomes a link to it.
+    """
+    of_source = run_dir / "attempts" / f"{source:04d}" / METRICS_FILE if source else None
+    known = of_source if of_source is not None and of_source.exists() else run_dir / METRICS_FILE
+    history = _merged(known) if source is not None else []
+    write_text(place, "".join(json.dumps(entry) + "\n" for entry in history if entry["update"] <= update))
+    point(run_dir / METRICS_FILE, place.relative_to(run_dir))
+
+
+def _newest_file(run_dir: Path) -> Path:
+    return max(run_dir.glob(f"attempts/*/{METRICS_FILE}"), default=run_dir / METRICS_FILE)
+
+
+def _merged(path: Path) -> list[dict[str, Any]]:
     merged: dict[int, dict[str, Any]] = {}
-    for entry in read_jsonl(run_dir / METRICS_FILE):
+    for entry in read_jsonl(path):
         merged.setdefault(entry["update"], {}).update(entry)
     return [merged[update] for update in sorted(merged)]
 
@@ -140,15 +164,24 @@ def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
 class MetricsLog:
     """The one writer of metrics.jsonl, with W&B as a mirror that may fail without stopping the run."""
 
-    def __init__(self, run_dir: Path, config: LoggingConfig, settings: Mapping[str, Any] | None = None) -> None:
-        """``settings`` is the composed configuration, for W&B's run page."""
-        self._path = run_dir / METRICS_FILE
+    def __init__(
+        self,
+        run_dir: Path,
+        config: LoggingConfig,
+        settings: Mapping[str, Any] | None = None,
+        place: Path | None = None,
+        append: Callable[[Path, dict[str, Any]], object] = append_jsonl,
+    ) -> None:
+        """``settings`` is the composed configuration, for W&B's run page; ``place`` the file, METRICS_FILE in
+        ``run_dir`` by default; ``append`` adds a line to it, at once or later.
+        """
+        self._path, self._append = place or run_dir / METRICS_FILE, append
         self._run = _start_wandb(run_dir, config, dict(settings or {}))
 
     def log(self, update: int, metrics: Mapping[str, float]) -> None:
         """Record the metrics of an update (0: before the first). The file leaves out values that are not finite."""
         finite = {name: float(value) for name, value in metrics.items() if math.isfinite(value)}
-        append_jsonl(self._path, {"update": update, "time": time.time(), **finite})
+        self._append(self._path, {"update": update, "time": time.time(), **finite})
         self._mirror(lambda run: run.log({"update": update, **metrics}))
 
     def summary(self, values: Mapping[str, Any]) -> None:

@@ -89,6 +89,16 @@ def _opened(path: Path, opening: Callable[[], T]) -> T:
         return opening()
 
 
+def point(link: Path, target: Path) -> None:
+    """Let ``link`` be a symbolic link to ``target``, in one step."""
+    draft = link.with_name(f".{link.name}.{os.getpid()}-{secrets.token_hex(4)}.tmp")
+    try:
+        draft.symlink_to(target)
+        os.replace(draft, link)
+    finally:
+        draft.unlink(missing_ok=True)
+
+
 def write_text(path: Path, text: str, mode: int = 0o644) -> None:
     """Publish ``text`` in UTF-8."""
     publish(path, text.encode(), mode)

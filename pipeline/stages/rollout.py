@@ -72,7 +72,7 @@ class Workshop:
         self, spec: GroupSpec, index: int, timeout_s: float | None = None
     ) -> tuple[RolloutRecord, Trace]:
         """``roll_out``, with the trace of the last try."""
-        task = load_task(spec.task.path)
+        task = await asyncio.to_thread(load_task, spec.task.path)
         failures: list[str] = []
         while True:
             record, trace = await self._try(spec, task, index, timeout_s or self.harness.timeout_s)
@@ -96,7 +96,7 @@ class Workshop:
         recipe = get_harness(spec.harness)
         async with self._directory() as place:
             try:
-                prepare_workspace(task, place / "workspace")
+                await asyncio.to_thread(prepare_workspace, task, place / "workspace")
                 end, logged = await self._run_harness(recipe, task, session, place, timeout_s)
                 end = replace(end, outage=self.engine_trouble_since(started))
                 calls = count_tool_calls(end.trace, recipe, logged)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import shutil
 import uuid
 from collections.abc import Callable
@@ -19,14 +18,13 @@ from typing import Any
 from safetensors import SafetensorError
 
 from pipeline.config import UserError
+from pipeline.records import NO_CHECKPOINT, checkpoint_order
 
 MANIFEST = "manifest.json"
 STATE_FILE = "state.json"
 PARTIAL = ".partial-"
-NAME = re.compile(r"(?:(\d+)-)?(\d+)-update-(\d+)")
 WRITE_FAILURES = (OSError, RuntimeError, SafetensorError)  # torch and safetensors hide the OSError of a full disk
 MIB = 1024 * 1024
-NONE = (0, 0)
 
 
 class CheckpointError(UserError):
@@ -37,7 +35,7 @@ def checkpoints(root: Path) -> list[Path]:
     """The complete checkpoints under ``root``, oldest first; half-written or damaged ones are passed over."""
     if not root.is_dir():
         return []
-    return [path for path in sorted(root.iterdir(), key=_order) if _order(path) > NONE and is_complete(path)]
+    return [path for path in sorted(root.iterdir(), key=_order) if _order(path) > NO_CHECKPOINT and is_complete(path)]
 
 
 def newest(root: Path) -> Path | None:
@@ -60,15 +58,8 @@ def next_name(root: Path, update: int, attempt: int = 0) -> str:
     return f"{attempt:04d}-{max(taken, default=0) + 1:06d}-update-{update:06d}"
 
 
-def newest_attempt(root: Path) -> int:
-    """The newest attempt that has a checkpoint under ``root``; 0 when none has."""
-    return max((_order(path)[0] for path in root.iterdir()), default=0) if root.is_dir() else 0
-
-
 def _order(path: Path) -> tuple[int, int]:
-    """(attempt, sequence) of a checkpoint's name; NONE when it is no such name."""
-    match = NAME.fullmatch(path.name)
-    return (int(match[1] or 0), int(match[2])) if match else NONE
+    return checkpoint_order(path.name)
 
 
 def partial_path(target: Path) -> Path:
@@ -136,9 +127,9 @@ def prune(root: Path, keep: int, attempt: int = 0) -> None:
     Only the one writer of ``attempt`` may call this, with no write in progress. A newer one's partials are not touched.
     """
     kept = checkpoints(root)[-max(1, keep) :]
-    oldest_kept = _order(kept[0]) if kept else NONE
+    oldest_kept = _order(kept[0]) if kept else NO_CHECKPOINT
     for path in root.iterdir():
-        superseded = NONE < _order(path) < oldest_kept
+        superseded = NO_CHECKPOINT < _order(path) < oldest_kept
         if superseded or _is_abandoned(path, attempt):
             shutil.rmtree(path, ignore_errors=True)
 

@@ -13,6 +13,7 @@ from pipeline.cli import compose_config
 from pipeline.config import Config, UserError
 from pipeline.launch.coordinator import Coordinator
 from pipeline.launch.run_directory import RunDirectory, differing_keys
+from pipeline.launch.storage import Saving
 from pipeline.launch.trainer_rank import EndRequest, TrainerRank
 from pipeline.records import Outcome, PolicyVersion, RolloutRecord, TaskRef, Verdict
 from pipeline.report.store import write_group
@@ -55,6 +56,7 @@ class Harness:
         return work
 
     def ledger(self, what: str) -> list[dict[str, Any]]:
+        assert self.coordinator.lines.flush(60.0)
         entries = map(json.loads, self.attempt.ledger.read_text().splitlines())
         return [entry for entry in entries if entry["what"] == what]
 
@@ -111,10 +113,12 @@ class Trainer(TrainerRank):
     def __init__(self, run: Harness) -> None:
         self.config, self.flow, self.coordinator, self.attempt = run.config, run.flow, run.coordinator, run.attempt
         self.saved: list[dict[str, Any]] = []
-        self.end, self.team = EndRequest(), Mock()
+        self.end, self.team, self.storage = EndRequest(), Mock(), run.coordinator.storage
+        self.saving = Saving(1.0, lambda *_: None)
 
-    def save(self) -> None:
+    def save(self) -> bool:
         self.saved.append(self.coordinator.flow_state())
+        return True
 
     def _sync_engines(self) -> None:
         return None
