@@ -112,3 +112,36 @@ def test_two_ranks_resume_bit_equal_and_one_rank_is_refused(script: Path, tmp_pa
     assert all(torch.equal(value, resumed[name]) for name, value in straight.items())
     refused = train(script, tmp_path, 2, 1, resume=True)
     assert refused.returncode != 0 and "written with ranks=2, this run has ranks=1" in refused.stdout
+
+
+FULL_DISK = """
+import resource, sys
+from pathlib import Path
+sys.path[:0] = {path!r}
+from pipeline.config import AlgorithmConfig, TrainingConfig
+from pipeline.training import checkpoint
+from pipeline.training.trainer import Trainer
+root = Path(sys.argv[1]) / "checkpoints"
+trainer = Trainer({model!r}, TrainingConfig(zero_stage=int(sys.argv[2])), AlgorithmConfig(), 0, 4)
+trainer.save(root, {{"count": 1}})
+limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+if trainer.rank == 1:  # writes beyond this fail in the middle of its part, as on a full disk
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20000, limits[1]))
+try:
+    trainer.save(root, {{"count": 2}})
+except checkpoint.CheckpointError as error:
+    print("REFUSED", [path.name for path in root.iterdir()])
+resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+trainer.save(root, {{"count": 3}})
+print("LOADED", trainer.load(root))
+"""
+
+
+@pytest.mark.slow
+def test_a_disk_that_is_full_for_one_rank_fails_the_checkpoint_on_every_rank(script: Path, tmp_path: Path) -> None:
+    full = tmp_path / "full.py"
+    model = script.parent / "model"
+    full.write_text(FULL_DISK.format(path=[*sys.path, str(Path(__file__).parent)], model=str(model)))
+    done = train(full, tmp_path / "out", 2, 2)
+    assert "REFUSED ['0000-000001-update-000000']" in done.stdout, done.stdout[-3000:]
+    assert "LOADED {'count': 3}" in done.stdout
