@@ -22,6 +22,7 @@ from omegaconf import OmegaConf
 from pipeline.config import Config
 from pipeline.harness.base import register
 from pipeline.launch.gates import pass_gates
+from pipeline.launch.logs import log_in_background
 from pipeline.launch.rendezvous import agree_on_attempt
 from pipeline.launch.run_directory import Attempt, FencedOff, RunDirectory
 
@@ -122,9 +123,7 @@ def _write_to(path: Path) -> None:
     for stream in (1, 2):
         os.dup2(descriptor, stream)
     os.close(descriptor)
-    logging.basicConfig(
-        level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s", stream=sys.stderr, force=True
-    )
+    log_in_background(sys.stderr)
     logging.getLogger("httpx").setLevel(logging.WARNING)
     logging.getLogger("submitit").propagate = False  # it has a handler of its own
 

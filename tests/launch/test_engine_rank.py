@@ -46,8 +46,11 @@ class Workshop:
     def __init__(self, home: Path, spoilt: int = 0, on_spoilt: Callable[[], object] = lambda: None) -> None:
         self.harness_home, self.counters = home, Counter[str]()
         self.spoilt, self.on_spoilt, self.made = spoilt, on_spoilt, 0
+        self.go = True
 
     async def roll_out(self, spec: GroupSpec, index: int) -> RolloutRecord:
+        while not self.go:
+            await asyncio.sleep(0.01)
         self.made += 1
         cause = "system" if self.made <= self.spoilt else ""
         if cause:

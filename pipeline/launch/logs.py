@@ -1,0 +1,40 @@
+"""Log lines, written by a thread of its own: whoever logs never waits for a disk that is full or hangs."""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import queue
+import threading
+from contextlib import suppress
+from logging.handlers import QueueHandler, QueueListener
+from typing import TextIO
+
+KEPT = 10_000  # lines that wait for the disk; later ones are left out
+LAST_S = 2.0  # that the end of the process waits for them
+FORMAT = "%(asctime)s %(name)s %(levelname)s %(message)s"
+
+
+class _Dropping(QueueHandler):
+    def enqueue(self, record: logging.LogRecord) -> None:
+        with suppress(queue.Full):
+            self.queue.put_nowait(record)
+
+
+def log_in_background(stream: TextIO) -> QueueListener:
+    """Let this process's log, from INFO on, go to ``stream``."""
+    lines: queue.Queue[logging.LogRecord] = queue.Queue(KEPT)
+    writer = logging.StreamHandler(stream)
+    writer.setFormatter(logging.Formatter(FORMAT))
+    listener = QueueListener(lines, writer)
+    listener.start()
+    logging.basicConfig(level=logging.INFO, handlers=[_Dropping(lines)], format="%(message)s", force=True)
+    atexit.register(_end, listener)
+    return listener
+
+
+def _end(listener: QueueListener) -> None:
+    atexit.unregister(_end)
+    stopping = threading.Thread(target=listener.stop, daemon=True)
+    stopping.start()
+    stopping.join(LAST_S)
