@@ -227,6 +227,7 @@ class Trainer(TrainerRank):
         self.config, self.flow, self.coordinator, self.attempt = run.config, run.flow, run.coordinator, run.attempt
         self.run, self.end, self.storage = run.attempt.run, EndRequest(), run.coordinator.storage
         self.team: Any = Team()
+        self.evaluations = Mock()
         self.state = {"wall_s": {}}
         self._phase_name, self._phase_since = "train", time.monotonic()
         self.saving = storage_module.Saving(wait_s, self._tell)
