@@ -52,7 +52,7 @@ class FakeTrainer:
         self.done.append(("update", groups))
         return {"loss": 1.0}
 
-    def save(self, root: Path, state: dict[str, Any]) -> None:
+    def save(self, root: Path, state: dict[str, Any], fence: Any) -> None:
         self.done.append(("save", state))
         if self.fails:
             raise CheckpointError("disk full")
