@@ -28,7 +28,7 @@ Tell = Callable[[str, str], object]  # (kind of event: "error" or "message", tex
 
 FIRST_PAUSE_S = 0.2
 LONGEST_PAUSE_S = 10.0
-ALARM_S = 5.0  # trouble that is over sooner is only logged
+ALARM_S = 15.0  # trouble that is over sooner is only logged
 FENCE_S = 5.0  # a look at the fence in a wait is at most this old
 LINES_KEPT = 100_000  # that wait for the disk; later ones are counted and left out
 TROUBLE = frozenset(
