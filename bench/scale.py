@@ -31,7 +31,7 @@ from matplotlib.figure import Figure
 
 from pipeline.cli import compose_config
 from pipeline.config import Config
-from pipeline.launch import coordinator as coordinator_module
+from pipeline.launch import storage as storage_module
 from pipeline.launch.coordinator import Coordinator, spec_from_json
 from pipeline.launch.engine_rank import HEARTBEAT_S
 from pipeline.launch.rpc import RpcClient, RpcError, RpcServer
@@ -117,7 +117,7 @@ def _timed_reading() -> list[float]:
         spent.append(time.thread_time() - begun)
         return records
 
-    coordinator_module.read_group = timed
+    storage_module.read_group = timed
     return spent
 
 
