@@ -111,11 +111,12 @@ def test_task_without_tests(run_dir: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_no_bubblewrap(run_dir: Path, tmp_path: Path) -> None:
-    """A machine on which the sandbox cannot be built: the probe fails as it does on such a kernel."""
+def test_no_sandbox(run_dir: Path, tmp_path: Path) -> None:
+    """A machine on which no sandbox can be built: the probes fail as they do on such a kernel."""
     (tmp_path / "sitecustomize.py").write_text(
-        "from pipeline.sandbox import bubblewrap\n"
-        "bubblewrap.BubblewrapSandbox.probe = lambda self: 'bwrap: No permissions to create a new namespace'\n"
+        "from pipeline.sandbox import apptainer, bubblewrap\n"
+        "for kind in (apptainer.ApptainerSandbox, bubblewrap.BubblewrapSandbox):\n"
+        "    kind.probe = lambda self: 'No permissions to create a new namespace'\n"
     )
     path = os.pathsep.join([str(tmp_path), str(Path(__file__).parents[2])])
     done = yoke(run_dir, environment={"PYTHONPATH": path})
