@@ -120,7 +120,7 @@ def test_no_sandbox(run_dir: Path, tmp_path: Path) -> None:
     )
     path = os.pathsep.join([str(tmp_path), str(Path(__file__).parents[2])])
     done = yoke(run_dir, environment={"PYTHONPATH": path})
-    assert_refused(done, run_dir, "bubblewrap", "sandbox.kind=process")
+    assert_refused(done, run_dir, "bubblewrap", "apptainer", "sandbox=process")
 
 
 @pytest.mark.slow
