@@ -5,6 +5,7 @@ Defaults live in conf/; these types reject unknown keys and wrong types.
 
 from __future__ import annotations
 
+import math
 import os
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,6 +14,10 @@ from typing import Any
 from omegaconf import MISSING
 
 THOUGHTS = ("fork", "keep")
+LOSSES = ("ppo_clip", "gspo", "cispo")
+AGGREGATIONS = ("group_mean", "rollout_mean", "token_mean", "constant")
+CORRECTIONS = ("importance", "tis", "mask")
+CORRECTION_UNITS = ("token", "rollout")
 HOME_VARIABLE = "YOKE_HOME"
 
 
@@ -174,18 +179,62 @@ class AlgorithmConfig:
 
     group_size: int = 8
     groups_per_update: int = 6
-    loss: str = "ppo_clip"
+    loss: str = "ppo_clip"  # ppo_clip | gspo | cispo
     aggregation: str = "group_mean"  # group_mean | rollout_mean | token_mean | constant
     constant_tokens: int = 512  # divisor of aggregation=constant: tokens of a full-length rollout
     clip_low: float = 0.2
     clip_high: float = 0.2
+    decoupled: bool = False  # clip on π/π_prox, correct by π_prox/μ: one more forward an update
+    correction: str = "mask"  # importance | tis | mask
+    correction_unit: str = "token"  # token | rollout
+    correction_low: float = 0.5
+    correction_high: float = 5.0
+    off_policy_bound: float = 0.0
     minibatches: int = 3
     normalize_std: bool = False
+    overlong_tokens: int = 0  # sampled tokens of a rollout beyond which its reward loses 1; 0 = no such term
+    overlong_cache: int = 0  # the loss grows linearly over the last so many of them
     max_staleness: int = 2
     stale_wait_s: float = 60.0
     max_outstanding_rollouts: int = 96
     refill_factor: float = 1.0  # zero-contrast groups are replaced by at most this many times the groups of an update
     max_rerolls: int = 2
+
+
+def check_algorithm(algorithm: AlgorithmConfig) -> None:
+    """Refuse, with a UserError, a name or a number of the loss that cannot work."""
+    for knob, known in {
+        "loss": LOSSES,
+        "aggregation": AGGREGATIONS,
+        "correction": CORRECTIONS,
+        "correction_unit": CORRECTION_UNITS,
+    }.items():
+        if (value := getattr(algorithm, knob)) not in known:
+            raise UserError(f"algorithm.{knob}={value} is not known; choose one of {', '.join(known)}")
+    a = algorithm
+    for wrong, text in (
+        (not 0 < a.clip_low < 1, f"algorithm.clip_low={a.clip_low} must lie in (0, 1)"),
+        (not 0 < a.clip_high < math.inf, f"algorithm.clip_high={a.clip_high} must be above 0"),
+        (a.minibatches < 1, f"algorithm.minibatches={a.minibatches} must be at least 1"),
+        (a.constant_tokens < 1, f"algorithm.constant_tokens={a.constant_tokens} must be at least 1"),
+        (
+            not 0 <= a.correction_low < 1 < a.correction_high,
+            f"algorithm.correction_low={a.correction_low} and algorithm.correction_high={a.correction_high} must lie "
+            "on the two sides of 1: a token of the same policy has the ratio 1",
+        ),
+        (not 0 <= a.off_policy_bound < math.inf, f"algorithm.off_policy_bound={a.off_policy_bound} is below 0"),
+        (
+            a.off_policy_bound > 0 and not a.decoupled,
+            f"algorithm.off_policy_bound={a.off_policy_bound} works with algorithm.decoupled=true only",
+        ),
+        (
+            not 0 <= a.overlong_cache <= a.overlong_tokens,
+            f"algorithm.overlong_cache={a.overlong_cache} must lie between 0 and "
+            f"algorithm.overlong_tokens={a.overlong_tokens}",
+        ),
+    ):
+        if wrong:
+            raise UserError(text)
 
 
 @dataclass

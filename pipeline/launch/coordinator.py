@@ -9,7 +9,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from pipeline.launch.overview import EndedGroups, counts_overview, node_overview
 from pipeline.launch.run_directory import Attempt
 from pipeline.launch.storage import Lines, Storage
 from pipeline.records import GroupSpec, Outcome, PolicyVersion, RolloutRecord, TaskRef, TrainGroup
-from pipeline.stages.advantage import enough_graded, load_reward, score, to_train_group
+from pipeline.stages.advantage import configured_reward, enough_graded, score, to_train_group
 from pipeline.stages.evaluation import Cells
 from pipeline.stages.flow import GroupFlow, ReadyGroup
 from pipeline.stages.outcome import harness_failed
@@ -79,7 +79,7 @@ class Coordinator:
         lock = threading.RLock()
         self._changed = threading.Condition(lock)  # what the trainer waits for
         self._supply = threading.Condition(lock)  # what leases wait for: 128 of them wake for nothing in 5 ms
-        self._reward = load_reward(**asdict(config.reward))
+        self._reward = configured_reward(config)
         self._event_count = 0
         self._ended_groups = EndedGroups()
         self._held: dict[str, frozenset[str]] = {}  # engine rank → groups that it says it works on

@@ -9,7 +9,7 @@ import os
 import sys
 import tempfile
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 
 from pipeline.config import Config, UserError
@@ -170,7 +170,7 @@ def _task_path(run: RunDirectory, config: Config, task_id: str) -> Path:
 def advantage(config: Config) -> int:
     """Rewards and advantages of the groups of `yoke verify`, or else of every closed group of the run."""
     run = _open(config)
-    reward = advantage_stage.load_reward(**asdict(config.reward))
+    reward = advantage_stage.configured_reward(config)
     sources = (
         _groups(run, "verification", optional=True) or _groups(run, "rollout", optional=True) or _closed_groups(run)
     )

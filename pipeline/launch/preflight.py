@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Collection
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 
-from pipeline.config import ClusterConfig, Config, UserError
+from pipeline.config import ClusterConfig, Config, UserError, check_algorithm
 from pipeline.engine.device import transfer_kind
 from pipeline.engine.server import reserve_port
 from pipeline.harness.base import HarnessRecipe, get_harness, harness_root
@@ -18,7 +18,7 @@ from pipeline.launch.run_directory import RunDirectory
 from pipeline.launch.slurm import SET_BY_US
 from pipeline.sandbox.base import choose_sandbox
 from pipeline.sandbox.images import TASK, fetch_image
-from pipeline.stages.advantage import load_reward
+from pipeline.stages.advantage import configured_reward
 from pipeline.stages.schedule import weighted_cycle
 
 ROOM_GB = 1.0
@@ -32,12 +32,13 @@ def check_settings(config: Config, port_is_ours: bool = False) -> str:
     """
     _check_numbers(config)
     _check_names(config)
+    check_algorithm(config.algorithm)
     _check_model(config)
     _check_harnesses(config)
     _check_place(Path(config.run_dir))
     _check_cluster(config.cluster)
     evaluation_cluster(config)
-    load_reward(**asdict(config.reward))
+    configured_reward(config)
     transfer_kind(config.engine.weight_transfer)
     if config.cluster.name == "slurm":  # ports and sandboxes are those of its nodes
         if not config.dry_run:
@@ -114,11 +115,6 @@ def _check_names(config: Config) -> None:
     known: dict[str, tuple[object, Collection[object]]] = {
         "cluster.name": (config.cluster.name, ("local", "slurm", "allocation")),
         "tasks.kind": (config.tasks.kind, ("generated", "harbor")),
-        "algorithm.loss": (config.algorithm.loss, ("ppo_clip",)),
-        "algorithm.aggregation": (
-            config.algorithm.aggregation,
-            ("group_mean", "rollout_mean", "token_mean", "constant"),
-        ),
         "training.zero_stage": (config.training.zero_stage, (1, 2, 3)),
         "model.dtype": (config.model.dtype, ("float32", "bfloat16", "float16")),
         "logging.wandb": (config.logging.wandb, ("offline", "online", "disabled")),

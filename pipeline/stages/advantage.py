@@ -1,7 +1,8 @@
 """Stage 3: rewards from outcomes, and advantages inside a group.
 
 Group-relative policy gradient (GRPO, arXiv 2402.03300) with the baseline of Dr. GRPO (arXiv 2503.20783): reward minus
-the group's mean, no division by the deviation unless asked for. The mean is over rollouts, never over rows.
+the group's mean, no division by the deviation unless asked for. The mean is over rollouts, never over rows. DAPO's
+overlong term (arXiv 2503.14476, eq. 13) is part of the reward when asked for.
 """
 
 from __future__ import annotations
@@ -9,10 +10,10 @@ from __future__ import annotations
 import importlib
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from statistics import fmean, pstdev
 
-from pipeline.config import UserError
+from pipeline.config import Config, UserError
 from pipeline.records import Outcome, RolloutRecord, TrainGroup
 
 RewardFunction = Callable[[RolloutRecord], float | None]
@@ -32,6 +33,27 @@ def default_reward(outcome: RolloutRecord) -> float | None:
 def reward_for_tests(outcome: RolloutRecord) -> float | None:
     """``1 / (1 + index)``: any two rollouts of a group differ, whatever they did. For tests of the machinery only."""
     return 1.0 / (1 + outcome.index)
+
+
+def configured_reward(config: Config) -> RewardFunction:
+    """The reward of a run: its function, the penalty for malformed calls, and DAPO's overlong term if asked for."""
+    reward = load_reward(**asdict(config.reward))
+    length, cache = config.algorithm.overlong_tokens, config.algorithm.overlong_cache
+    if not length:
+        return reward
+
+    def shaped(outcome: RolloutRecord) -> float | None:
+        value = reward(outcome)
+        return None if value is None else value + overlong(outcome.sampled_tokens, length, cache)
+
+    return shaped
+
+
+def overlong(tokens: int, length: int, cache: int) -> float:
+    """0 up to ``length − cache`` sampled tokens, then linearly down to −1 at ``length``, and −1 beyond."""
+    if tokens >= length:
+        return -1.0
+    return min(0.0, (length - cache - tokens) / cache) if cache else 0.0
 
 
 def load_reward(fn: str, malformed_is_call: bool = True, malformed_penalty: float = 0.0) -> RewardFunction:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from pipeline.config import AlgorithmConfig
 from pipeline.records import PolicyVersion, RolloutRecord, Row, TrainGroup
-from pipeline.training.loss import token_weights, trained_tokens
+from pipeline.training.loss_weights import token_weights, trained_tokens
 
 NO_CONTRAST = 1e-9  # advantages this small are rounding left over from equal rewards
 FORWARD_OVERHEAD = 256  # tokens: what one more forward costs beside its tokens, when deciding whether to part rows
@@ -23,13 +23,17 @@ FORWARD_OVERHEAD = 256  # tokens: what one more forward costs beside its tokens,
 
 @dataclass(frozen=True)
 class WeightedRow:
-    """A row with its rollout's advantage and the weight of one of its tokens in the step's loss."""
+    """A row with its rollout's advantage and the weight of one of its tokens in the step's loss.
+
+    ``rollout`` numbers the rollouts of the step, so that a sum over all rows of one can be taken.
+    """
 
     row: Row
     advantage: float
     weight: float
     comparable: bool
     rollout_id: str
+    rollout: int
 
     def __len__(self) -> int:
         return len(self.row.input_ids)
@@ -77,6 +81,7 @@ class MicroBatch:
     advantages: Float[Tensor, "tokens"]
     weights: Float[Tensor, "tokens"]
     comparable: Bool[Tensor, "tokens"]
+    rollouts: Int[Tensor, "tokens"]
     filler: bool
 
     def to(self, device: torch.device) -> MicroBatch:
@@ -129,19 +134,21 @@ def make_minibatch(
 ) -> Minibatch:
     """Weigh the rows of one optimizer step. ``current`` is the trainer's version, None when it is not known."""
     rows: list[WeightedRow] = []
+    rollouts = 0
     for group, weights in zip(groups, token_weights(groups, algorithm), strict=True):
         for rollout, advantage, weight in zip(group.rollouts, group.advantages, weights, strict=True):
-            rows += _weighted_rows(rollout, advantage, weight, current)
-    return Minibatch(tuple(rows), len(groups), sum(len(group.rollouts) for group in groups))
+            rows += _weighted_rows(rollout, advantage, weight, current, rollouts)
+            rollouts += 1
+    return Minibatch(tuple(rows), len(groups), rollouts)
 
 
 def _weighted_rows(
-    rollout: RolloutRecord, advantage: float, weight: float, current: PolicyVersion | None
+    rollout: RolloutRecord, advantage: float, weight: float, current: PolicyVersion | None, number: int
 ) -> Iterable[WeightedRow]:
     comparable = current is None or rollout.version == rollout.newest_version == current
     for row in rollout.rows:
         if row.trained_tokens:
-            yield WeightedRow(row, advantage, weight, comparable, rollout.rollout_id)
+            yield WeightedRow(row, advantage, weight, comparable, rollout.rollout_id, number)
 
 
 def plan(rows: Sequence[WeightedRow], token_budget: int, share_prefix: bool, ranks: int = 1) -> list[list[RowBatch]]:
@@ -224,5 +231,6 @@ def collate(batch: RowBatch, pad_id: int = 0) -> MicroBatch:
         advantages=torch.tensor([row.advantage for row in rows]).repeat_interleave(counts),
         weights=torch.tensor([0.0 if batch.filler else row.weight for row in rows]).repeat_interleave(counts),
         comparable=torch.tensor([row.comparable for row in rows]).repeat_interleave(counts),
+        rollouts=torch.tensor([row.rollout for row in rows]).repeat_interleave(counts),
         filler=batch.filler,
     )

@@ -11,6 +11,7 @@ from typing import Any, TypeVar, cast
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 T = TypeVar("T")
 TIMEOUT = timedelta(minutes=30)  # a rank that waits longer in a collective fails, and the attempt with it
@@ -69,6 +70,15 @@ def reduce(values: Mapping[str, float], operation: Any) -> dict[str, float]:
     if dist.get_world_size() > 1:
         dist.all_reduce(tensor, op=operation)
     return dict(zip(values, tensor.tolist(), strict=True))
+
+
+def add_up(values: Tensor) -> Tensor:
+    """The sum of every rank's ``values``, which have one shape, on every rank."""
+    if dist.get_world_size() == 1:
+        return values
+    total = values.clone()
+    dist.all_reduce(total)
+    return total
 
 
 def seed_everything(seed: int) -> None:

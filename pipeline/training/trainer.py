@@ -1,7 +1,8 @@
 """The trainer of one policy: GRPO updates over closed groups through DeepSpeed, checkpoints, weights for the engine.
 
-From GRPO it takes the group baseline (in the advantages that come in) and PPO's clip; it leaves out the KL term and the
-reference model. One pass over the groups of an update; each minibatch of whole groups is one optimizer step.
+From GRPO it takes the group baseline (in the advantages that come in) and PPO's clip, or another loss of ``loss.py``;
+it leaves out the KL term and the reference model. One pass over the groups of an update; each minibatch of whole groups
+is one optimizer step. Losses that need the policy before an update or a step get one more forward, without gradients.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, redirect_stdout
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
-from pipeline.config import AlgorithmConfig, TrainingConfig, UserError
+from pipeline.config import AlgorithmConfig, TrainingConfig, UserError, check_algorithm
 from pipeline.records import PolicyVersion, TrainGroup
 from pipeline.training import checkpoint, distributed
 from pipeline.training.batch import (
@@ -40,22 +41,20 @@ from pipeline.training.batch import (
 )
 from pipeline.training.export import write_model
 from pipeline.training.forward import PolicyModel
-from pipeline.training.loss import LOSSES, NO_VALUE, LossInputs, LossOutputs, check_algorithm
+from pipeline.training.loss import LOSSES, NEEDS_ROLLOUT_RATIO, NO_VALUE, LossOutputs
+from pipeline.training.loss_inputs import RolloutTotals, Snapshot, loss_inputs, off_policy_rollouts
 
 ENGINE_TAG = "engine"
 FIRST_MINIBATCH_ONLY = ("mismatch_kl", "logprob_diff_max")  # later ones compare with weights already moved
-SUM_NAMES = (
-    "tokens",
-    "loss",
-    "entropy",
-    "ratio/mean",
-    "mismatch_kl",
-    "clip_ratio/low_mean",
-    "clip_ratio/high_mean",
-    "clip_ratio/region_mean",
-)
-MEANS_OVER_STEPS = ("loss", "grad_norm", "batch/forwards_per_step")
-MAX_NAMES = ("ratio/max", "logprob_diff_max")
+
+
+@dataclass(frozen=True)
+class Step:
+    """What one optimizer step tells, over all ranks: sums over tokens, maxima, and figures of its own."""
+
+    sums: dict[str, float]
+    maxima: dict[str, float]
+    figures: dict[str, float]
 
 
 class Trainer:
@@ -118,25 +117,56 @@ class Trainer:
         minibatches = [minibatch for minibatch in minibatches if minibatch.rows]
         rate = learning_rate(self.training, self.updates, self.total_updates)
         self._set_learning_rate(rate)
-        steps = [self._step(minibatch) for minibatch in minibatches]
+        work = [(minibatch, self._plan(minibatch)) for minibatch in minibatches]
+        before = [self._snapshot(*part) if self.algorithm.decoupled else None for part in work]
+        steps = [self._step(*part, prox) for part, prox in zip(work, before, strict=True)]
         self.updates += 1
         metrics = summarise(steps) | batch_metrics(received, minibatches)
+        if self.algorithm.decoupled:
+            metrics["batch/off_policy_rollouts"] = self._off_policy_rollouts(minibatches, before)
         return metrics | {"learning_rate": rate, "perf/update_s": time.perf_counter() - started}
 
     def _set_learning_rate(self, rate: float) -> None:
         for parameters in self.engine.optimizer.param_groups:
             parameters["lr"] = rate
 
-    def _step(self, minibatch: Minibatch) -> dict[str, float]:
+    def _plan(self, minibatch: Minibatch) -> list[RowBatch]:
+        """This rank's forwards for one step."""
+        return plan(minibatch.rows, self.training.token_budget, self.policy.shares_prefix, self.ranks)[self.rank]
+
+    def _snapshot(self, minibatch: Minibatch, batches: Sequence[RowBatch], prox: Snapshot | None = None) -> Snapshot:
+        """One forward without gradients: the current logprobs, and the rollouts' ratios to μ, or else to ``prox``."""
+        logprobs, totals = [], RolloutTotals.zeros(minibatch.rollouts)
+        for number, batch in enumerate(batches):
+            micro = collate(batch).to(self.device)
+            with torch.no_grad():
+                logprobs.append(self.engine(micro)[0].detach())
+            reference = prox.logprobs[number] if prox else micro.behaviour
+            if not batch.filler:
+                totals += RolloutTotals.of(logprobs[-1] - reference, micro.rollouts, minibatch.rollouts)
+        return Snapshot(tuple(logprobs), RolloutTotals(distributed.add_up(totals.values)))
+
+    def _off_policy_rollouts(self, minibatches: Sequence[Minibatch], before: Sequence[Snapshot | None]) -> float:
+        """How many rollouts the off-policy mask takes out of this update."""
+        bound = self.algorithm.off_policy_bound
+        pairs = zip(minibatches, before, strict=True)
+        return float(sum(off_policy_rollouts(part.rows, shot.totals, bound) for part, shot in pairs if shot))
+
+    def _step(self, minibatch: Minibatch, batches: Sequence[RowBatch], prox: Snapshot | None) -> Step:
         """One optimizer step; sums, maxima and the gradient's norm over all ranks."""
         started = time.perf_counter()
-        batches = plan(minibatch.rows, self.training.token_budget, self.policy.shares_prefix, self.ranks)[self.rank]
-        sums, maxima = dict.fromkeys(SUM_NAMES, 0.0), dict.fromkeys(MAX_NAMES, NO_VALUE)
-        for batch in batches:
-            outputs = self._backward(batch)
-            if not batch.filler:
-                sums = {name: sums[name] + value for name, value in outputs.sums.items()}
-                maxima = {name: max(maxima[name], value) for name, value in outputs.maxima.items()}
+        by_rollout = LOSSES[self.algorithm.loss] in NEEDS_ROLLOUT_RATIO
+        now = self._snapshot(minibatch, batches, prox) if by_rollout else None
+        sums: dict[str, float] = {}
+        maxima: dict[str, float] = {}
+        for number, batch in enumerate(batches):
+            outputs = self._backward(batch, number, prox, now)
+            real = not batch.filler
+            sums = {name: sums.get(name, 0.0) + real * value for name, value in outputs.sums.items()}
+            maxima = {
+                name: max(maxima.get(name, NO_VALUE), value if real else NO_VALUE)
+                for name, value in outputs.maxima.items()
+            }
         sums = distributed.reduce(sums, dist.ReduceOp.SUM)
         maxima = distributed.reduce(maxima, dist.ReduceOp.MAX)
         computed = time.perf_counter()
@@ -148,12 +178,12 @@ class Trainer:
             )
         times = {"perf/fwd_bwd_s": computed - started, "perf/optimizer_s": time.perf_counter() - computed}
         forwards = {"batch/forwards_per_step": float(len(batches))}
-        return sums | maxima | times | forwards | {"grad_norm": norm}
+        return Step(sums, maxima, times | forwards | {"grad_norm": norm})
 
-    def _backward(self, batch: RowBatch) -> LossOutputs:
+    def _backward(self, batch: RowBatch, number: int, prox: Snapshot | None, now: Snapshot | None) -> LossOutputs:
         micro = collate(batch).to(self.device)
         logprobs, entropy = self.engine(micro)
-        inputs = LossInputs(logprobs, micro.behaviour, micro.advantages, micro.weights, entropy, micro.comparable)
+        inputs = loss_inputs(micro, logprobs, entropy, self.algorithm, number, prox, now)
         outputs = LOSSES[self.algorithm.loss](inputs, self.algorithm.clip_low, self.algorithm.clip_high)
         loss = float(outputs.loss.detach())
         failure = None if torch.isfinite(outputs.loss) else f"the loss is {loss} over rollouts {rollout_ids(batch)}"
@@ -351,20 +381,24 @@ def quiet_deepspeed() -> Iterator[None]:
         yield
 
 
-def summarise(steps: Sequence[dict[str, float]]) -> dict[str, float]:
+def summarise(steps: Sequence[Step]) -> dict[str, float]:
     """Metrics of an update from those of its steps: means over tokens, maxima, and what only the first can tell."""
     if not steps:
         return {"skipped": 1.0}
-    tokens = sum(step["tokens"] for step in steps)
-    means = [name for name in SUM_NAMES if name not in ("tokens", "loss", *FIRST_MINIBATCH_ONLY)]
-    metrics = {name: sum(step[name] for step in steps) / tokens for name in means}
-    metrics |= {name: sum(step[name] for step in steps) / len(steps) for name in MEANS_OVER_STEPS}
-    metrics |= {name: sum(step[name] for step in steps) for name in ("perf/fwd_bwd_s", "perf/optimizer_s")}
-    metrics |= {"ratio/max": max(step["ratio/max"] for step in steps), "skipped": 0.0, "steps": float(len(steps))}
-    metrics["mismatch_kl"] = steps[0]["mismatch_kl"] / steps[0]["tokens"]
-    if steps[0]["logprob_diff_max"] != NO_VALUE:
-        metrics["logprob_diff_max"] = steps[0]["logprob_diff_max"]
-    return metrics | {"batch/trained_tokens_per_step": tokens / len(steps)}
+    tokens = sum(step.sums["tokens"] for step in steps)
+    means = [name for name in steps[0].sums if name not in ("tokens", "loss", *FIRST_MINIBATCH_ONLY)]
+    metrics = {name: sum(step.sums[name] for step in steps) / tokens for name in means}
+    metrics["loss"] = sum(step.sums["loss"] for step in steps) / len(steps)
+    maxima = [name for name in steps[0].maxima if name not in FIRST_MINIBATCH_ONLY]
+    metrics |= {name: max(step.maxima[name] for step in steps) for name in maxima}
+    for name in steps[0].figures:
+        total = sum(step.figures[name] for step in steps)
+        metrics[name] = total if name.startswith("perf/") else total / len(steps)
+    metrics["mismatch_kl"] = steps[0].sums["mismatch_kl"] / steps[0].sums["tokens"]
+    if steps[0].maxima["logprob_diff_max"] != NO_VALUE:
+        metrics["logprob_diff_max"] = steps[0].maxima["logprob_diff_max"]
+    counts = {"skipped": 0.0, "steps": float(len(steps)), "batch/trained_tokens_per_step": tokens / len(steps)}
+    return metrics | counts
 
 
 def batch_metrics(received: Sequence[TrainGroup], minibatches: Sequence[Minibatch]) -> dict[str, float]:

@@ -1,7 +1,8 @@
-"""The loss against a float64 reference written from the formulas, and what must not change it."""
+"""The losses against a float64 reference written from the formulas, and what must not change them."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 
 import numpy as np
@@ -9,98 +10,67 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from loss_reference import CONSTANT, Gradients, compute, reference
 from training_helpers import random_groups, rollout
 
-from pipeline.config import AlgorithmConfig, UserError
+from pipeline import config
+from pipeline.config import AlgorithmConfig, UserError, check_algorithm
 from pipeline.records import RolloutRecord, Row, TrainGroup
-from pipeline.training.batch import collate, make_minibatch, plan, split_minibatches
-from pipeline.training.loss import AGGREGATIONS, LossInputs, check_algorithm, ppo_clip
+from pipeline.training.batch import split_minibatches
+from pipeline.training.loss import LOSSES, LossInputs, cispo, gspo, ppo_clip
+from pipeline.training.loss_correction import CORRECTIONS, correct
+from pipeline.training.loss_weights import AGGREGATIONS
 
-LOW, HIGH, CONSTANT = 0.2, 0.28, 64
-
-
-def policy_logprobs(ids: np.ndarray) -> np.ndarray:
-    """A made-up policy: a token's logprob depends on it and on the token before it."""
-    return -2 - 2 * np.abs(np.sin(1.7 * ids + 0.3 * np.roll(ids, 1))).astype(np.float64)
-
-
-def reference(groups: list[TrainGroup], aggregation: str) -> tuple[float, dict[tuple[int, ...], float]]:
-    """L = −(1/N) Σ_g (1/T̄_g) Σ_i Σ_k Σ_t m·ℓ and its kin, token by token; also dL/dlogπ, keyed by the ids."""
-    n = sum(len(group.rollouts) for group in groups)
-    total = sum(row.loss_mask.sum() for group in groups for member in group.rollouts for row in member.rows)
-    loss, gradients = 0.0, {}
-    for group in groups:
-        lengths = [sum(int(row.loss_mask.sum()) for row in member.rows) for member in group.rollouts]
-        for member, advantage, length in zip(group.rollouts, group.advantages, lengths, strict=True):
-            divisor = {
-                "group_mean": n * float(np.mean(lengths)),
-                "rollout_mean": n * length,
-                "token_mean": total,
-                "constant": n * CONSTANT,
-            }[aggregation]
-            for row in member.rows:
-                for t in np.flatnonzero(row.loss_mask):
-                    ratio = np.exp(policy_logprobs(row.input_ids)[t] - float(row.logprobs[t]))
-                    clipped = np.clip(ratio, 1 - LOW, 1 + HIGH)
-                    loss -= min(ratio * advantage, clipped * advantage) / divisor
-                    active = ratio * advantage <= clipped * advantage
-                    gradients[(*row.input_ids[: t + 1].tolist(),)] = -ratio * advantage * active / divisor
-    return loss, gradients
+DECOUPLED: dict = {"decoupled": True, "correction_low": 0.7, "correction_high": 1.5}
+VARIANTS: dict[str, dict] = {
+    "ppo_clip": {},
+    "gspo": {"loss": "gspo"},
+    "cispo": {"loss": "cispo"},
+    "importance": DECOUPLED | {"correction": "importance"},
+    "tis": DECOUPLED | {"correction": "tis"},
+    "icepop": DECOUPLED | {"correction": "mask"},
+    "tis by rollout": DECOUPLED | {"correction": "tis", "correction_unit": "rollout"},
+    "mask by rollout": DECOUPLED | {"correction_unit": "rollout", "correction_low": 0.05, "correction_high": 20.0},
+    "off-policy mask": DECOUPLED | {"off_policy_bound": 0.1},
+    "decoupled gspo": DECOUPLED | {"loss": "gspo", "correction": "tis"},
+    "decoupled cispo": DECOUPLED | {"loss": "cispo"},
+}
+every_variant = pytest.mark.parametrize("variant", VARIANTS)
+every_aggregation = pytest.mark.parametrize("aggregation", sorted(AGGREGATIONS))
 
 
-def compute(
-    groups: list[TrainGroup], aggregation: str, budget: int = 10**6, share: bool = True, ranks: int = 1
-) -> tuple[float, dict[tuple[int, ...], float]]:
-    """The same by the code under test, over every micro-batch of every rank."""
-    algorithm = AlgorithmConfig(aggregation=aggregation, constant_tokens=CONSTANT)
-    loss, gradients = 0.0, {}
-    for batch in (
-        batch for own in plan(make_minibatch(groups, algorithm, None).rows, budget, share, ranks) for batch in own
-    ):
-        micro = collate(batch)
-        values = [policy_logprobs(row.row.input_ids)[row.row.loss_mask] for row in batch.rows]
-        logprobs = torch.from_numpy(np.concatenate(values)).requires_grad_()
-        zeros = torch.zeros(len(logprobs))
-        outputs = ppo_clip(
-            LossInputs(logprobs, micro.behaviour, micro.advantages, micro.weights, zeros, micro.comparable), LOW, HIGH
-        )
-        outputs.loss.backward()
-        keys = [
-            (*row.row.input_ids[: t + 1].tolist(),) for row in batch.rows for t in np.flatnonzero(row.row.loss_mask)
-        ]
-        assert logprobs.grad is not None
-        for key, gradient in zip(keys, logprobs.grad.tolist(), strict=True):
-            gradients[key] = gradients.get(key, 0.0) + gradient
-        loss += outputs.loss.item()
-    return loss, gradients
+@pytest.fixture(autouse=True)
+def _float64() -> Iterator[None]:
+    """Plain torch in double precision: what is left of a difference is a mistake, not rounding."""
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
 
 
-def assert_same(left: tuple[float, dict], right: tuple[float, dict]) -> None:
-    assert left[0] == pytest.approx(right[0], rel=1e-6, abs=1e-7)
-    assert left[1] == pytest.approx(right[1], rel=1e-6, abs=1e-7)
+def small_groups(seed: int) -> list[TrainGroup]:
+    return random_groups(seed, groups=2, size=3, prefix=6, longest=6)
 
 
-@pytest.mark.parametrize("aggregation", sorted(AGGREGATIONS))
-@pytest.mark.parametrize("seed", range(3))
-def test_loss_and_gradient_match_the_formula(aggregation: str, seed: int) -> None:
-    groups = random_groups(seed)
-    assert_same(compute(groups, aggregation), reference(groups, aggregation))
+def settings_of(variant: str, aggregation: str) -> AlgorithmConfig:
+    base = {"aggregation": aggregation, "constant_tokens": CONSTANT, "clip_low": 0.2, "clip_high": 0.28}
+    algorithm = AlgorithmConfig(**(base | VARIANTS[variant]))
+    check_algorithm(algorithm)
+    return algorithm
 
 
-@pytest.mark.parametrize("aggregation", sorted(AGGREGATIONS))
-@settings(max_examples=25, deadline=None)
-@given(
-    seed=st.integers(0, 10**6),
-    budget=st.integers(1, 400),
-    share=st.booleans(),
-    ranks=st.integers(1, 4),
-    order=st.randoms(),
-)
-def test_batching_changes_nothing(aggregation: str, seed: int, budget: int, share: bool, ranks: int, order) -> None:
-    groups = random_groups(seed)
-    shuffled = list(groups)
-    order.shuffle(shuffled)
-    assert_same(compute(shuffled, aggregation, budget, share, ranks), compute(groups, aggregation))
+def assert_same(left: tuple[float, Gradients], right: tuple[float, Gradients]) -> None:
+    assert left[0] == pytest.approx(right[0], rel=1e-9, abs=1e-12)
+    assert left[1].keys() == right[1].keys()
+    ours, theirs = (np.array([side[1][key] for key in left[1]]) for side in (left, right))
+    assert np.linalg.norm(ours - theirs) <= 1e-9 * np.linalg.norm(theirs)
+
+
+@every_variant
+@every_aggregation
+@pytest.mark.parametrize("seed", range(2))
+def test_loss_and_gradient_match_the_formula(variant: str, aggregation: str, seed: int) -> None:
+    groups, algorithm = small_groups(seed), settings_of(variant, aggregation)
+    assert_same(compute(groups, algorithm), reference(groups, algorithm))
 
 
 def split_row(row: Row, at: int) -> tuple[Row, ...]:
@@ -118,17 +88,26 @@ def split_rollout(member: RolloutRecord, rng: np.random.Generator) -> RolloutRec
     return replace(member, rows=tuple(rows))
 
 
-@pytest.mark.parametrize("aggregation", sorted(AGGREGATIONS))
-@settings(max_examples=25, deadline=None)
-@given(seed=st.integers(0, 10**6))
-def test_splitting_rollouts_into_more_rows_changes_nothing(aggregation: str, seed: int) -> None:
-    rng = np.random.default_rng(seed)
-    groups = random_groups(seed)
+@every_variant
+@every_aggregation
+@settings(max_examples=4, deadline=None)
+@given(
+    seed=st.integers(0, 10**6),
+    budget=st.integers(1, 200),
+    share=st.booleans(),
+    ranks=st.integers(1, 4),
+    order=st.randoms(),
+)
+def test_rows_batches_order_and_ranks_change_nothing(
+    variant: str, aggregation: str, seed: int, budget: int, share: bool, ranks: int, order
+) -> None:
+    algorithm, groups, rng = settings_of(variant, aggregation), small_groups(seed), np.random.default_rng(seed)
+    whole = compute(groups, algorithm)
     split = [
         replace(group, rollouts=tuple(split_rollout(member, rng) for member in group.rollouts)) for group in groups
     ]
-    assert sum(len(m.rows) for g in split for m in g.rollouts) >= sum(len(m.rows) for g in groups for m in g.rollouts)
-    assert_same(compute(split, aggregation), compute(groups, aggregation))
+    order.shuffle(split)
+    assert_same(compute(split, algorithm, budget, share, ranks), whole)
 
 
 def test_group_mean_weighs_groups_by_rollouts_not_by_tokens() -> None:
@@ -153,7 +132,8 @@ def test_rollout_without_a_trained_token_counts_in_the_denominator() -> None:
     groups = random_groups(0, groups=1)
     empty = replace(groups[0].rollouts[0], rows=())
     with_empty = replace(groups[0], rollouts=(empty, *groups[0].rollouts[1:]))
-    assert_same(compute([with_empty], "group_mean"), reference([with_empty], "group_mean"))
+    algorithm = settings_of("ppo_clip", "group_mean")
+    assert_same(compute([with_empty], algorithm), reference([with_empty], algorithm))
 
 
 @given(seed=st.integers(0, 10**6), groups=st.integers(1, 9), count=st.integers(1, 5), order=st.randoms())
@@ -189,8 +169,79 @@ def test_a_ratio_far_off_stays_finite() -> None:
     assert torch.isfinite(outputs.loss) and torch.isfinite(logprobs.grad).all()
 
 
+def inputs(ratio: list[float], advantage: list[float], **more: torch.Tensor) -> LossInputs:
+    """Tokens with these ratios to the policy that sampled, weighing 1."""
+    ones = torch.ones(len(ratio))
+    logprobs = torch.tensor(ratio).log().requires_grad_()
+    return LossInputs(logprobs, 0 * ones, torch.tensor(advantage), ones, ones, ones.bool(), **more)
+
+
+def test_gspo_clips_by_rollout_and_gives_each_token_its_own_gradient() -> None:
+    """Two tokens of one rollout, ratios 0.5 and 4: s = √2 is clipped, though one token's own ratio would not be."""
+    ratio = torch.tensor([0.5, 4.0]).log().mean().expand(2)
+    up, down = (inputs([0.5, 4.0], [sign, sign], rollout_ratio=ratio) for sign in (1.0, -1.0))
+    clipped = gspo(up, 0.2, 0.28)
+    assert clipped.loss.item() == pytest.approx(-2 * 1.28) and clipped.sums["clip_ratio/high_mean"] == 2
+    clipped.loss.backward()
+    assert up.logprobs.grad is not None and up.logprobs.grad.tolist() == [0, 0]
+    gspo(down, 0.2, 0.28).loss.backward()
+    assert down.logprobs.grad is not None and down.logprobs.grad.tolist() == pytest.approx([2**0.5, 2**0.5])
+    with pytest.raises(ValueError, match="rollouts' ratios"):
+        gspo(inputs([1.0], [1.0]), 0.2, 0.2)
+
+
+def test_cispo_keeps_every_tokens_gradient() -> None:
+    made = inputs([0.1, 1.0, 9.0], [1.0, -1.0, 1.0])
+    outputs = cispo(made, 0.2, 4.0)
+    outputs.loss.backward()
+    assert made.logprobs.grad is not None and made.logprobs.grad.tolist() == pytest.approx([-0.1, 1.0, -5.0])
+    assert outputs.sums["cispo_clip_ratio"] == 1 and outputs.maxima["ratio/max"] == pytest.approx(9)
+
+
+def test_masked_tokens_are_counted_and_keep_their_place_in_the_denominator() -> None:
+    algorithm = AlgorithmConfig(decoupled=True, correction="mask", correction_low=0.5, correction_high=2.0)
+    rho = torch.tensor([0.4, 0.5, 1.0, 2.0, 2.1])
+    zeros = torch.zeros(5)
+    correction = correct(rho.log(), zeros, zeros, -torch.ones(5), replace(algorithm, correction_low=0.4999))
+    assert correction.tolist() == pytest.approx([0, 0.5, 1, 2, 0])
+    outputs = ppo_clip(inputs([1.0] * 5, [-1.0] * 5, correction=correction), 0.2, 0.2)
+    assert outputs.loss.item() == pytest.approx(3.5), "five tokens of weight 1, two of them masked"
+    assert (outputs.sums["is_masked"], outputs.sums["tokens"]) == (2, 5)
+    assert outputs.sums["sampling/importance_sampling_ratio/mean"] == pytest.approx(3.5)
+    assert outputs.maxima["sampling/importance_sampling_ratio/max"] == pytest.approx(2)
+
+
+def test_the_off_policy_mask_takes_bad_rollouts_only() -> None:
+    algorithm = AlgorithmConfig(decoupled=True, correction="importance", off_policy_bound=0.5)
+    means, advantages = torch.tensor([-0.6, -0.4, -0.6, 0.6]), torch.tensor([-1.0, -1.0, 1.0, -1.0])
+    zeros = torch.zeros(4)
+    assert correct(zeros, zeros, means, advantages, algorithm).tolist() == [0, 1, 1, 1]
+
+
+def test_names_in_the_settings_are_those_of_the_tables() -> None:
+    """Settings are checked without torch, so the names stand in two places."""
+    assert set(config.LOSSES) == set(LOSSES)
+    assert set(config.AGGREGATIONS) == set(AGGREGATIONS)
+    assert set(config.CORRECTIONS) == set(CORRECTIONS)
+
+
 @pytest.mark.parametrize(
-    "wrong", [{"loss": "reinforce"}, {"aggregation": "mean"}, {"clip_low": 1.5}, {"minibatches": 0}]
+    "wrong",
+    [
+        {"loss": "reinforce"},
+        {"aggregation": "mean"},
+        {"clip_low": 1.5},
+        {"clip_high": float("nan")},
+        {"minibatches": 0},
+        {"constant_tokens": 0},
+        {"correction": "clip"},
+        {"correction_unit": "row"},
+        {"correction_low": 1.5},
+        {"correction_high": 0.9},
+        {"off_policy_bound": 0.5},
+        {"off_policy_bound": -1.0, "decoupled": True},
+        {"overlong_cache": 5},
+    ],
 )
 def test_wrong_settings_are_refused(wrong: dict) -> None:
     with pytest.raises(UserError, match=next(iter(wrong))):
