@@ -68,6 +68,7 @@ class Coordinator:
         self.failure: str | None = None  # why an engine rank gave up
         self.mistake = False  # it is the user's to mend
         self.interrupted = False  # someone asked for a checkpoint and the end
+        self.end_asked: Callable[[], bool] = lambda: self.interrupted  # by whatever way
         self.checkpoint_wanted = False  # something happened that a crash must not undo
         self.progress = Progress()
         self.events: deque[dict[str, Any]] = deque(maxlen=500)
@@ -100,6 +101,7 @@ class Coordinator:
             "fail": self.fail,
             "tell": self.tell,
             "interrupt": self.interrupt,
+            "ending": self.ending,
             "status": self.status,
             "overview": self.overview,
         }
@@ -141,6 +143,10 @@ class Coordinator:
             self.failure, self.mistake = f"{engine}: {reason}", mistake
             self._changed.notify_all()
         return {}
+
+    def ending(self, engine: str) -> dict[str, Any]:
+        """Whether the job was told to end, by a signal or by `yoke stop`."""
+        return {"ending": self.end_asked() or self._stopping}
 
     def interrupt(self) -> dict[str, Any]:
         """The person at the terminal wants the run to stop: the trainer checkpoints first."""

@@ -32,12 +32,13 @@ from pipeline.records import GroupSpec, Outcome, PolicyVersion, RolloutRecord
 from pipeline.report.store import write_group
 from pipeline.sandbox.base import make_sandbox
 from pipeline.stages.evaluation import write_cell
-from pipeline.stages.rollout import Workshop
+from pipeline.stages.rollout import Workshop, ended_by_signal, ended_with_the_job
 
 log = logging.getLogger("yoke.engine")
 
 HEARTBEAT_S = 1.0
 COORDINATOR_SILENCE_S = 20.0
+SIGNAL_S = 0.5  # within which a signal to the whole job has reached rank 0 too
 OUTAGE_S = 120.0  # a harness's call outlives an engine restart of this length
 CLOSE_S = 60.0  # that a closed group may take on its way, beyond the time for the file system
 CLOSE_TRIES = 3
@@ -300,11 +301,21 @@ class EngineRank:
             started = time.monotonic()
             await self._in_file_thread(partial(self.storage.was_away, started, places))
             record = await self.workshop.roll_out(spec, index)
+            if ended_by_signal(record) and await self._job_is_ending():
+                return ended_with_the_job(record)
             if last or record.outcome is not Outcome.INFRASTRUCTURE:
                 break
             if not await self._in_file_thread(partial(self.storage.was_away, started, places)):
                 break
         return record
+
+    async def _job_is_ending(self) -> bool:
+        """Asked of rank 0, which hears of the end by a signal of its own; its silence is a yes."""
+        await asyncio.sleep(SIGNAL_S)
+        try:
+            return bool((await self._call("ending", 10.0))["ending"])
+        except RpcError:
+            return True
 
     def _rollout_file(self, spec: GroupSpec, index: int) -> Path:
         return self.attempt.rollouts / rollout_name(spec, index)

@@ -47,7 +47,7 @@ def follow(config: Config, run: RunDirectory) -> Attempt:
             if attempt.read("done") is not None:
                 return attempt
             if attempt.read("stopped") is not None:
-                raise RunStopped(f"{run.root} was stopped after a checkpoint; the same command goes on from there")
+                raise RunStopped(f"{run.root} was stopped; the same command goes on from its last checkpoint")
             failed = attempt.read("failed") or {"text": _last_words(attempt), "user_error": False}
             if failed["user_error"]:
                 raise UserError(failed["text"])

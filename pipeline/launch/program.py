@@ -92,10 +92,10 @@ class YokeProgram:
             _in_thread(lambda: run_trainer(config, attempt, node, end))
         except Interrupted as interrupted:
             if interrupted.reason == "terminated":
-                attempt.publish("terminated", {"checkpoint": True})
+                attempt.publish("terminated", {"checkpoint": end.saved})
             if interrupted.reason != "stop":
                 raise
-            return attempt.publish("stopped", {"checkpoint": True})
+            return attempt.publish("stopped", {"checkpoint": end.saved})
         if self.attempt is None:  # no launcher waits for the end
             _report(config, attempt.run)
 

@@ -194,7 +194,7 @@ def differing_keys(old: Any, new: Any) -> list[str]:
     A key that ``old`` lacks came with a later version of Yoke: it was what is its default now.
     """
     defaults = _flatten(OmegaConf.to_container(OmegaConf.structured(Config)))
-    flat_old, flat_new = defaults | _flatten(OmegaConf.to_container(old)), _flatten(OmegaConf.to_container(new))
+    flat_old, flat_new = (defaults | _flatten(OmegaConf.to_container(config)) for config in (old, new))
     different = sorted(key for key in flat_old.keys() | flat_new.keys() if flat_old.get(key) != flat_new.get(key))
     return [key for key in different if key.split(".")[0] not in FREE and not f"{key}.".startswith(_FREE_PREFIXES)]
 

@@ -9,7 +9,6 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict
 from typing import Any
@@ -19,7 +18,6 @@ from pipeline.engine.transfer import SyncTimings
 from pipeline.launch.checkpoint_evaluations import CheckpointEvaluations
 from pipeline.launch.coordinator import FLUSH_S, Coordinator, Engine, aside_text
 from pipeline.launch.data import load_splits
-from pipeline.launch.gates import ensure_gates
 from pipeline.launch.rendezvous import ANYWHERE, join_trainers, own_host
 from pipeline.launch.rpc import RpcServer
 from pipeline.launch.run_directory import RENDEZVOUS_S, Attempt
@@ -42,10 +40,10 @@ STALL_S = 1800.0
 
 
 class Interrupted(RuntimeError):
-    """The run was asked to end, and has written a checkpoint."""
+    """The run was asked to end, and has written a checkpoint if it could."""
 
     def __init__(self, reason: str) -> None:
-        super().__init__(f"ended after a checkpoint ({reason})")
+        super().__init__(f"asked to end ({reason})")
         self.reason = reason
 
 
@@ -93,7 +91,8 @@ class TrainerRank:
             attempt.number,
             config.mix.set_aside_after,
         )
-        self.coordinator = Coordinator(config, attempt, self.flow)
+        self.coordinator = coordinator = Coordinator(config, attempt, self.flow)
+        coordinator.end_asked = lambda: end.reason is not None or coordinator.interrupted
         self.storage = self.coordinator.storage
         self.saving = Saving(config.cluster.storage_wait_s, self._tell)
         history = (self.run.root, self.attempt.metrics, self.state.get("attempt"), flow_state.update)
@@ -124,7 +123,6 @@ class TrainerRank:
         )
         try:
             self._recall_alarms()
-            self._check_tasks()
             with self._phase("start"):
                 self._await_engine()
             self._publish("ready", {"engines": sorted(self.coordinator.engines), "time": time.time()})
@@ -153,17 +151,6 @@ class TrainerRank:
         for harness, reason in self.flow.state.set_aside.items():
             self.coordinator.emit("error", text=aside_text(harness, reason))
         self._check_stranded()
-
-    def _check_tasks(self) -> None:
-        """The tasks' own check, in a job that nobody's command made it for. Raises UserError for a bad task."""
-        if not self.config.tasks.check or (self.run.root / "gates.json").exists():
-            return
-        with self._phase("gates"), ThreadPoolExecutor(1) as pool:
-            checked = pool.submit(ensure_gates, self.config, self.run)
-            while not checked.done():
-                self._check_the_others()
-                self.coordinator.wait(0.5)
-            checked.result()
 
     def _check_stranded(self) -> None:
         """Raises UserError when every harness is set aside and no group is out any more."""

@@ -20,7 +20,7 @@ SIGNALS = {  # those that end a program; Gemini CLI's exit codes of 144 (status 
     SHELL_SIGNAL + getattr(signal, name): name
     for name in (
         *("SIGHUP", "SIGINT", "SIGQUIT", "SIGILL", "SIGTRAP", "SIGABRT", "SIGBUS", "SIGFPE", "SIGKILL", "SIGSEGV"),
-        *("SIGPIPE", "SIGALRM", "SIGTERM", "SIGXCPU", "SIGXFSZ", "SIGSYS"),
+        *("SIGPIPE", "SIGALRM", "SIGTERM", "SIGUSR1", "SIGUSR2", "SIGXCPU", "SIGXFSZ", "SIGSYS"),
     )
 }
 
@@ -189,6 +189,7 @@ BROKEN: dict[str, tuple[str, bool]] = {  # cause: (when, shared)
     "capture": ("the proxy could not open or close the session", True),
     "system": ("the operating system refused a file or a process", True),
     "verifier": ("the verifier's sandbox, time or reward file failed", True),
+    "job_end": ("a signal ended the harness while the whole job was told to end", True),
 }
 SHARED = frozenset(
     {rule.cause for rule in SPOILT if rule.shared} | {cause for cause, (_, shared) in BROKEN.items() if shared}

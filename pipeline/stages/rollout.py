@@ -25,7 +25,7 @@ from pipeline.engine.server import SERVED_MODEL_NAME
 from pipeline.harness.base import Endpoint, HarnessLaunch, HarnessRecipe, get_harness
 from pipeline.records import GroupSpec, Outcome, PolicyVersion, RolloutRecord, Trace, Verdict
 from pipeline.sandbox.base import Sandbox, SandboxError, SandboxSpec
-from pipeline.stages.outcome import Decision, End, credit, decide, spoilt
+from pipeline.stages.outcome import SIGNALS, Decision, End, credit, decide, spoilt
 from pipeline.stages.tool_calls import ToolCalls, count_tool_calls, matches
 from pipeline.stages.verification import WorkspaceTooLarge, remove_tree, snapshot, verify
 from pipeline.tasks.harbor import HarborTask, load_task, prepare_workspace
@@ -200,6 +200,18 @@ class _Judged:
     decision: Decision
     verdict: Verdict
     unless_solved: Outcome = Outcome.INFRASTRUCTURE
+
+
+def ended_by_signal(record: RolloutRecord) -> bool:
+    """Whether the harness died of a signal that its sandbox outlived."""
+    return record.info.get("returncode") in SIGNALS
+
+
+def ended_with_the_job(record: RolloutRecord) -> RolloutRecord:
+    """``record`` ungraded: some Slurms send a job's warning to every process in it, and Node cannot ignore it."""
+    reason = f"the job was told to end; {record.verdict.reason}"
+    verdict = Verdict(None, None, record.verdict.tool_calls, reason)
+    return replace(record, outcome=Outcome.INFRASTRUCTURE, verdict=verdict, info=record.info | {"cause": "job_end"})
 
 
 def _broken(error: Exception) -> _Judged:

@@ -204,6 +204,25 @@ def test_rollouts_that_the_outage_spoilt_are_made_again(run: Harness, present: N
     assert all(r.outcome is not Outcome.INFRASTRUCTURE for ready in run.flow.ready for r in ready.group.rollouts)
 
 
+@pytest.mark.parametrize(("ending", "returncode", "graded"), [(True, 138, False), (True, 0, True), (False, 138, True)])
+def test_what_the_job_s_own_end_killed_is_not_graded(
+    run: Harness, present: None, ending: bool, returncode: int, graded: bool
+) -> None:
+    """Node dies of the warning that some Slurms send to every process of a job."""
+    run.coordinator.end_asked = lambda: ending
+    workshop = Workshop(Path("/"))
+    roll_out = workshop.roll_out
+
+    async def killed(spec: GroupSpec, index: int) -> RolloutRecord:
+        record = await roll_out(spec, index)
+        return replace(record, info=record.info | {"returncode": returncode})
+
+    workshop.roll_out = killed  # type: ignore[method-assign]
+    with serving(run, workshop):
+        wait_for(lambda: run.coordinator.progress.records)
+    assert {record.verdict.correctness is not None for record in run.coordinator.progress.records} == {graded}
+
+
 class Team:
     """Checkpoints that fail until the disk is mended."""
 

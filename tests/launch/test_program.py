@@ -122,13 +122,15 @@ def test_signals_reach_the_trainers_thread(number: int, reason: str) -> None:
             signal.signal(one, handler)
 
 
+@pytest.mark.parametrize("saved", [True, False])
 @pytest.mark.parametrize(("reason", "raises"), [("stop", False), ("terminated", True)])
 def test_an_attempt_that_was_asked_to_end_leaves_word(
-    config: Config, monkeypatch: pytest.MonkeyPatch, reason: str, raises: bool
+    config: Config, monkeypatch: pytest.MonkeyPatch, reason: str, raises: bool, saved: bool
 ) -> None:
     attempt = RunDirectory(Path(config.run_dir)).new_attempt()
 
-    def interrupted(*_: object) -> None:
+    def interrupted(config: Config, attempt: Attempt, node: int, end: EndRequest) -> None:
+        end.answer(saved)
         raise Interrupted(reason)
 
     monkeypatch.setattr(trainer_rank, "run_trainer", interrupted)
@@ -137,7 +139,7 @@ def test_an_attempt_that_was_asked_to_end_leaves_word(
     with pytest.raises(Interrupted) if raises else nullcontext():
         YokeProgram(asdict(config), config.run_dir, 1)._train(config, attempt, 0)
     left = {name: attempt.read(name) for name in ("stopped", "terminated") if attempt.read(name)}
-    assert left == {"terminated" if raises else "stopped": {"checkpoint": True}}
+    assert left == {"terminated" if raises else "stopped": {"checkpoint": saved}}
 
 
 @pytest.fixture
