@@ -67,12 +67,16 @@ def partial_path(target: Path) -> Path:
     return target.parent / f"{PARTIAL}{target.name}-{uuid.uuid4().hex[:8]}"
 
 
-def publish(partial: Path, target: Path) -> None:
-    """Write the manifest, flush everything to disk and rename ``partial`` to ``target``, replacing what is there."""
+def publish(partial: Path, target: Path, fence: Callable[[], None] = lambda: None) -> None:
+    """Write the manifest, flush everything to disk and rename ``partial`` to ``target``, replacing what is there.
+
+    ``fence`` is called when only the renaming is left and may raise.
+    """
     written = [path for path in sorted(partial.rglob("*")) if path.is_file()]
     files = {str(path.relative_to(partial)): path.stat().st_size for path in written}
     (partial / MANIFEST).write_text(json.dumps({"files": files}, indent=1))
     sync_tree(partial)
+    fence()
     replaced = None
     if target.exists():
         replaced = partial_path(target)

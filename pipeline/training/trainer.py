@@ -196,14 +196,14 @@ class Trainer:
         """Add a checkpoint with the JSON-able ``state`` under ``root`` and drop the oldest beyond ``keep_checkpoints``.
 
         ``state["attempt"]`` of rank 0, 0 if absent, comes first in the order of checkpoints. ``fence`` is called on
-        rank 0 before anything is dropped and may raise. Raises CheckpointError, on every rank, when the checkpoint
-        cannot be written; the older ones are then untouched.
+        rank 0 just before the checkpoint is published, and before anything is dropped, and may raise. Raises
+        CheckpointError, on every rank, when the checkpoint cannot be written; the older ones are then untouched.
         """
         attempt = int(state.get("attempt", 0))
         partial, target, cause = self._begin(root, attempt)
         cause = cause or distributed.first_error(self._write(partial, state))
         if cause is None:
-            cause = distributed.first_error(_publish(partial, target) if self.rank == 0 else None)
+            cause = distributed.first_error(_publish(partial, target, fence) if self.rank == 0 else None)
         if cause is not None:
             if self.rank == 0:
                 shutil.rmtree(partial, ignore_errors=True)
@@ -447,9 +447,9 @@ def _text(error: Exception) -> str:
     return str(error) or type(error).__name__
 
 
-def _publish(partial: Path, target: Path) -> str | None:
+def _publish(partial: Path, target: Path, fence: Callable[[], None]) -> str | None:
     try:
-        checkpoint.publish(partial, target)
+        checkpoint.publish(partial, target, fence)
     except OSError as error:
         return str(error)
     return None

@@ -7,9 +7,11 @@ import tempfile
 from pathlib import Path
 from unittest.mock import patch
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pipeline.launch.run_directory import FencedOff
 from pipeline.training import checkpoint
 
 KEEP = 2
@@ -62,3 +64,14 @@ def test_names_without_an_attempt_come_first(tmp_path: Path) -> None:
         (tmp_path / name / checkpoint.MANIFEST).write_text('{"files": {}}')
     assert [path.name[:4] for path in checkpoint.checkpoints(tmp_path)] == ["0000", "0001", "0010"]
     assert checkpoint.next_name(tmp_path, 5, 10) == "0010-000010-update-000005"
+
+
+def test_a_ghost_that_slept_while_it_wrote_does_not_publish(tmp_path: Path) -> None:
+    def fence() -> None:
+        assert list(tmp_path.glob(f"{checkpoint.PARTIAL}*/{checkpoint.MANIFEST}")), "asked when all is written"
+        raise FencedOff("a newer attempt has taken over")
+
+    run = Run(tmp_path)
+    with pytest.raises(FencedOff):
+        checkpoint.publish(run.begin(1), tmp_path / "0001-000001-update-000003", fence)
+    assert checkpoint.newest(tmp_path) is None
