@@ -95,9 +95,10 @@ class SlurmRun:
         lines = path.read_text().split("\n")[:-1] if path.exists() else []
         return [json.loads(line) for line in lines]
 
-    def closed_since(self, moment: float) -> bool:
-        """Whether any group was closed after ``moment`` (seconds since 1970)."""
-        return any(entry["t"] > moment for number in self.attempts[-2:] for entry in self.ledger(number))
+    def closed_since(self, moment: float, engine: str | None = None) -> bool:
+        """Whether any group, or one of ``engine``'s, was closed after ``moment`` (seconds since 1970)."""
+        entries = [entry for number in self.attempts[-2:] for entry in self.ledger(number) if entry["t"] > moment]
+        return any(engine in (None, entry.get("engine")) for entry in entries)
 
     def read(self, path: Path) -> dict[str, Any]:
         """A JSON file of the run."""
