@@ -5,13 +5,17 @@ A wrong setting ends here: one line, exit code 2.
 
 from __future__ import annotations
 
+import difflib
 import importlib
 import os
 import re
+import select
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
+from typing import Any
 
 from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
@@ -21,6 +25,7 @@ from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
 
 import pipeline
 from pipeline.config import Config, UserError
@@ -89,43 +94,50 @@ JOBS: dict[str, Job] = {
 }
 
 
+@contextmanager
+def _in_one_line() -> Iterator[None]:
+    """What Hydra and OmegaConf find wrong as a UserError."""
+    try:
+        yield
+    except YAMLError as error:
+        raise UserError(f"a file in {CONFIG_DIR} is no YAML: {' '.join(str(error).split())}") from error
+    except (HydraException, OmegaConfBaseException) as error:
+        raise UserError(_first_lines(error)) from error
+
+
 def compose_config(overrides: Sequence[str]) -> Config:
     """The typed configuration behind ``overrides``.
 
     Raises UserError for an unknown key, a wrong type or a missing value.
     """
-    try:
+    with _in_one_line():
         return _typed(_compose(overrides))
-    except (HydraException, OmegaConfBaseException) as error:
-        raise UserError(_first_lines(error)) from error
 
 
 def parse_overrides(words: Sequence[str]) -> list[Override]:
     """The words after `-m` as Hydra reads them; globs look into conf/. Raises UserError for a word it cannot read."""
     ConfigStore.instance().store(name="schema", node=Config)
-    try:
-        with initialize_config_dir(str(CONFIG_DIR), version_base="1.3"):
-            return OverridesParser.create(GlobalHydra.instance().config_loader()).parse_overrides(list(words))
-    except HydraException as error:
-        raise UserError(_first_lines(error)) from error
+    with _in_one_line(), initialize_config_dir(str(CONFIG_DIR), version_base="1.3"):
+        return OverridesParser.create(GlobalHydra.instance().config_loader()).parse_overrides(list(words))
 
 
 def compose_over_saved(overrides: Sequence[str]) -> Config:
     """The settings that the run in run_dir was made with, with those of ``overrides`` in their place.
 
-    Without such a run, or with a +experiment, it is what ``overrides`` compose. Raises UserError as compose_config.
+    Without such a run, or with a +experiment, it is what ``overrides`` compose. Raises UserError as compose_config,
+    and when there is no run, and nothing says what it would be of.
     """
-    try:
+    with _in_one_line():
         composed = _compose(overrides)
         run = RunDirectory(Path(str(composed.run_dir)).absolute())
         keys = [
             word.key_or_group.replace("/", ".") for word in OverridesParser.create().parse_overrides(list(overrides))
         ]
+        if not run.is_ours() and all(key.split(".")[0] in (*OF_THE_COMMAND, "cluster") for key in keys):
+            raise UserError(f"there is no run in {run.root}; to make one there, give its settings (+experiment=…)")
         if "experiment" in keys or not run.is_ours():
             return _typed(composed)
         return _typed(_laid_over(run, composed, keys))
-    except (HydraException, OmegaConfBaseException) as error:
-        raise UserError(_first_lines(error)) from error
 
 
 def _laid_over(run: RunDirectory, composed: DictConfig, keys: Sequence[str]) -> DictConfig:
@@ -139,15 +151,29 @@ def _laid_over(run: RunDirectory, composed: DictConfig, keys: Sequence[str]) -> 
 def _compose(overrides: Sequence[str]) -> DictConfig:
     ConfigStore.instance().store(name="schema", node=Config)
     OmegaConf.register_new_resolver("asset", lambda name: str(ASSETS / name), replace=True)
-    primary = (
-        "local" if (CONFIG_DIR / "local.yaml").exists() else "config"
-    )  # your site's settings, on top of config.yaml
+    primary = _primary()
     with initialize_config_dir(str(CONFIG_DIR), version_base="1.3"):
-        composed = compose(primary, list(overrides))
+        composed = compose(primary, [_with_new_keys(word) for word in overrides])
     for old in MOVED:
         if OmegaConf.select(composed, old) is not None:  # by +key=value
             raise UserError(_moved(old))
     return composed
+
+
+def _primary() -> str:
+    """Your site's settings, which lie on top of config.yaml, or else config.yaml itself."""
+    path = CONFIG_DIR / "local.yaml"
+    if not path.exists():
+        return "config"
+    site = OmegaConf.load(path)
+    if not isinstance(site, DictConfig) or "config" not in site.get("defaults", []):
+        raise UserError(f"{path} must begin as conf/local.example.yaml does: defaults: [config, _self_]")
+    return "local"
+
+
+def _with_new_keys(word: str) -> str:
+    """``key={name: value}`` as Hydra takes it where the name has no default: an option of sbatch, a weight."""
+    return f"++{word}" if re.match(r"[\w.]+=\{", word) else word
 
 
 def _moved(old: str) -> str:
@@ -155,8 +181,12 @@ def _moved(old: str) -> str:
 
 
 def _typed(composed: DictConfig) -> Config:
+    if strangers := list(_strangers(composed)):  # Hydra lets them in behind a +
+        raise UserError(_unknown(strangers[0]))
     config = OmegaConf.to_object(composed)
     assert isinstance(config, Config)
+    if not config.run_dir.strip():
+        raise UserError("run_dir= is empty: name the run's directory, run_dir=runs/mine")
     return config
 
 
@@ -169,10 +199,45 @@ def _first_lines(error: Exception) -> str:
             f"{key}={values} are several values: `yoke train -m` sweeps over them, "
             f"{key}=[{values}] is one list, {key}='\"{values}\"' one text"
         )
+    if unknown := re.match(r"Could not override '([\w.]+)'\.(?! No match)", str(error)):
+        return _unknown(unknown[1])
+    if options := re.match(
+        r"In '.*?': Could not find '(.*)'\s+Available options in '.*':\s+((?:\t.*\n?)+)", str(error)
+    ):
+        return f"there is no {options[1]}; one of: {', '.join(options[2].split())}"
+    if "no viable alternative" in str(error) or "mismatched input" in str(error):
+        return f"{error.args[0].splitlines()[0]}: quote words with signs in them, as in 'cluster.srun=[\"--mpi=none\"]'"
     causes = [error, *([error.__cause__] if str(error).startswith("Error merging override") else [])]
     lines = [line.strip() for cause in causes for line in str(cause).splitlines() if line.strip()]
     lines = [line for line in lines if not line.startswith(("full_key", "object_type", "reference_type"))]
     return " ".join(lines[:3])
+
+
+def _unknown(key: str) -> str:
+    """With the setting that was perhaps meant: one spelt almost so, or of the same name in another group."""
+    known = list(_dotted(OmegaConf.to_container(OmegaConf.structured(Config))))
+    name = key.rpartition(".")[2]
+    found = difflib.get_close_matches(key, known, 1, 0.8) or [other for other in known if other.endswith(f".{name}")]
+    return f"there is no setting {key}{f'; perhaps {found[0]}' if found else ''} (`yoke train --cfg` shows all)"
+
+
+def _strangers(composed: DictConfig, prefix: str = "") -> Iterator[str]:
+    """Dotted keys that the typed configuration does not have."""
+    kind = OmegaConf.get_type(composed)
+    known = {field.name for field in fields(kind)} if is_dataclass(kind) else None
+    for key, value in ((str(key), value) for key, value in composed.items_ex(resolve=False)):
+        if known is not None and key not in known:
+            yield f"{prefix}{key}"
+        elif isinstance(value, DictConfig):
+            yield from _strangers(value, f"{prefix}{key}.")
+
+
+def _dotted(keys: Any, prefix: str = "") -> Iterator[str]:
+    for key, value in keys.items():
+        if not isinstance(value, dict) or not value:
+            yield f"{prefix}{key}"
+        else:
+            yield from _dotted(value, f"{prefix}{key}.")
 
 
 def usage() -> str:
@@ -186,14 +251,18 @@ def usage() -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Exit code 0: done; 1: failed on the way; 2: a wrong setting; 3: an evaluation is incomplete; 130: interrupted."""
+    """Exit code 0: done; 1: failed; 2: a wrong setting; 3: an evaluation is incomplete; 130: interrupted."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     try:
-        sys.exit(_run(given))
+        code = _run(given)
+        sys.stdout.flush()
+        sys.exit(code)
     except UserError as error:
         print(f"yoke: {error}", file=sys.stderr)
         sys.exit(2)
     except (RuntimeError, TimeoutError, OSError) as error:
+        if isinstance(error, BrokenPipeError) and _nobody_reads():
+            sys.exit(141)  # as a shell shows a program that SIGPIPE ended
         if os.environ.get("YOKE_TRACEBACK"):
             raise
         print(f"yoke: {type(error).__name__}: {error} (YOKE_TRACEBACK=1 shows where)", file=sys.stderr)
@@ -201,6 +270,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except KeyboardInterrupt:
         print("yoke: interrupted; the same command goes on from the last checkpoint", file=sys.stderr)
         sys.exit(130)
+
+
+def _nobody_reads() -> bool:
+    """Whether what reads our output has ended (`| head`); then no more is written, at exit neither."""
+    pipe = select.poll()
+    pipe.register(sys.stdout.fileno(), 0)
+    left = any(event & select.POLLERR for _, event in pipe.poll(0))
+    if left:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return left
 
 
 def _run(given: list[str]) -> int:
@@ -269,10 +348,8 @@ def _quoted(value: str) -> str:
 
 
 def _compose_or_complain(overrides: Sequence[str]) -> DictConfig:
-    try:
+    with _in_one_line():
         return _compose(overrides)
-    except (HydraException, OmegaConfBaseException) as error:
-        raise UserError(_first_lines(error)) from error
 
 
 def _function(place: str) -> Callable[..., int]:

@@ -37,8 +37,8 @@ def select(wanted: str, names: list[str]) -> list[str]:
         return names if wanted == ALL else names[-1:]
     found = [name for name in names if wanted == name or (wanted.isdigit() and int(wanted) == update_of(name))]
     if not found:
-        known = ", ".join(names) or "no checkpoint yet"
-        raise UserError(f"stage.checkpoint={wanted} is none of {NEWEST}, {ALL}, {BASE}; kept are: {known}")
+        known = f"is none of {NEWEST}, {ALL}, {BASE}; kept are: {', '.join(names)}"
+        raise UserError(f"stage.checkpoint={wanted} " + (known if names else f"but no checkpoint yet, only {BASE}"))
     return found[-1:]
 
 

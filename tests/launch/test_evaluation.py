@@ -146,7 +146,10 @@ def test_the_saved_settings_are_the_base(tmp_path: Path) -> None:
     assert (config.training.updates, config.cluster.partition, config.mix.harnesses) == (3, "gpu", ["pi", "codex"])
     assert (config.concurrency, config.stage.checkpoint, config.fresh) == (9, "all", False)
     assert compose_over_saved([run_dir, "cluster=local"]).cluster == compose_config([run_dir]).cluster
-    assert compose_over_saved([f"run_dir={tmp_path / 'none'}"]).training.updates == compose_config([]).training.updates
+    nowhere = f"run_dir={tmp_path / 'none'}"
+    assert compose_over_saved([nowhere, "seed=3"]).training.updates == compose_config([]).training.updates
+    with pytest.raises(UserError, match=r"there is no run in .*/none"):  # a slip of the pen makes no run
+        compose_over_saved([nowhere, "stage.checkpoint=all", "cluster=slurm", "dry_run=true"])
     with pytest.raises(UserError, match="nothing"):
         compose_over_saved([run_dir, "nothing=1"])
 
