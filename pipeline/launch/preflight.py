@@ -16,6 +16,7 @@ from pipeline.launch.data import load_split
 from pipeline.launch.evaluation_jobs import evaluation_cluster
 from pipeline.launch.run_directory import RunDirectory
 from pipeline.launch.slurm import SET_BY_US
+from pipeline.launch.snapshot import SOURCE
 from pipeline.sandbox.base import choose_sandbox
 from pipeline.sandbox.images import TASK, fetch_image
 from pipeline.stages.advantage import configured_reward
@@ -59,8 +60,14 @@ def _check_cluster(cluster: ClusterConfig) -> None:
             f"cluster.signal_s={cluster.signal_s}: the warning must come within "
             f"cluster.timeout_min={cluster.timeout_min} minutes"
         )
-    if cluster.max_requeues < 0:
-        raise UserError(f"cluster.max_requeues={cluster.max_requeues} must not be negative")
+    for name, value, least in (
+        ("max_requeues", cluster.max_requeues, 0),
+        ("gpus_per_node", cluster.gpus_per_node, 0),
+        ("cpus_per_task", cluster.cpus_per_task, 1),
+        ("mem_gb", cluster.mem_gb, 1),
+    ):
+        if value is not None and value < least:
+            raise UserError(f"cluster.{name}={value} must " + (f"be at least {least}" if least else "not be negative"))
     for option in sorted({name.replace("_", "-") for name in cluster.sbatch} & set(SET_BY_US)):
         instead = SET_BY_US[option]
         raise UserError(f"cluster.sbatch.{option}: " + (f"set {instead} instead" if instead else "Yoke sets it"))
@@ -170,6 +177,8 @@ def _complaint(recipe: HarnessRecipe, config: Config) -> str | None:
 
 
 def _check_place(run_dir: Path) -> None:
+    if run_dir == SOURCE:
+        raise UserError(f"run_dir={run_dir} is the checkout: give the run a directory of its own, run_dir=runs/mine")
     existing = next(parent for parent in [run_dir, *run_dir.absolute().parents] if parent.exists())
     if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
         raise UserError(f"run_dir={run_dir}: {existing} is not a directory that you may write to")

@@ -53,6 +53,9 @@ SET_BY_US = {  # sbatch options that have a key of their own, or that the launch
 }
 
 
+MACHINES_OWN = ("/tmp", "/var/tmp", "/dev/shm", "/run")  # on most clusters each node has its own
+
+
 class SlurmError(RuntimeError):
     """Slurm did not answer, or failed for a reason that is not a setting's fault."""
 
@@ -74,6 +77,8 @@ def launch(config: Config, run: RunDirectory) -> int:
     print(f"submitted job {job_id}: {config.cluster.nodes} node{'s' * (config.cluster.nodes > 1)}, {run.root}")
     print(f"  follow    yoke status {run.root} --watch")
     print(f"  stop      yoke stop {run.root}")
+    if private := own_place(run):
+        print(f"  beware    {private}")
     print(f"  logs      {run.attempts}/NNNN/logs; of the start: {run.root}/jobs/{job_id}_0_log.out")
     return 0
 
@@ -94,6 +99,12 @@ def submit(config: Config, run: RunDirectory) -> str:
     return job_id
 
 
+def own_place(run: RunDirectory) -> str | None:
+    """A warning when the nodes can hardly see the run directory."""
+    place = next((place for place in MACHINES_OWN if run.root.is_relative_to(place)), None)
+    return place and f"{place} is mostly each machine's own: nodes that do not see {run.root} cannot start the run"
+
+
 def record_submission(config: Config, run: RunDirectory, job_id: str, code: Path) -> None:
     """Leave word of the job that the run is in; its own settings of the cluster may be newer than the run's."""
     record = {"job_id": job_id, "time": time.time(), "code": str(code), "max_requeues": config.cluster.max_requeues}
@@ -105,7 +116,8 @@ def text(config: Config, run: RunDirectory) -> str:
     config = with_absolute_paths(config)
     executor = make_executor(config, run, run.root / "code" / CODE)
     script = executor._make_submission_file_text(executor._submitit_command_str, "plan")
-    return f"{plan(config, run)}\n\n--- sbatch script ({CODE} is the copy of the code)\n{script}"
+    beware = f"beware       {private}\n" if (private := own_place(run)) else ""
+    return f"{plan(config, run)}\n{beware}\n--- sbatch script ({CODE} is the copy of the code)\n{script}"
 
 
 def make_executor(config: Config, run: RunDirectory, code: Path, **changes: Any) -> submitit.SlurmExecutor:

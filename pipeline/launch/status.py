@@ -190,7 +190,8 @@ def find_runs(root: Path) -> list[RunWatcher]:
     if sweep := read_json(root / SWEEP):
         return [RunWatcher(root / point["name"]) for point in sweep["points"]]
     if not root.is_dir():
-        raise UserError(f"{root} does not exist: no run was started there")
+        what = "is a file, not the directory of a run" if root.exists() else "does not exist: no run was started there"
+        raise UserError(f"{root} {what}")
     if not (root / "submission.json").exists() and not any((root / "attempts").glob("[0-9]*")):
         raise UserError(f"no run was started in {root}")
     return [RunWatcher(root)]

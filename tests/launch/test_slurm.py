@@ -18,6 +18,7 @@ from pipeline.launch import jobs, preflight, slurm
 from pipeline.launch.allocation import launch as launch_in_allocation
 from pipeline.launch.allocation import own_share
 from pipeline.launch.run_directory import RunDirectory
+from pipeline.launch.snapshot import SOURCE
 
 SCRIPT = """#!/bin/bash
 
@@ -108,6 +109,9 @@ def test_the_script_ends_as_srun_did(tmp_path: Path) -> None:
         (["cluster=slurm", "+cluster.sbatch.open_mode=truncate"], "cluster.sbatch.open-mode: Yoke sets it"),
         (["cluster=slurm", "cluster.signal_s=600", "cluster.timeout_min=10"], "cluster.timeout_min=10 minutes"),
         (["cluster=slurm", "cluster.max_requeues=-1"], "cluster.max_requeues=-1 must not be negative"),
+        (["cluster=slurm", "cluster.mem_gb=-1"], "cluster.mem_gb=-1.0 must be at least 1"),
+        (["cluster=slurm", "cluster.cpus_per_task=0"], "cluster.cpus_per_task=0 must be at least 1"),
+        (["cluster=slurm", "cluster.gpus_per_node=-1"], "cluster.gpus_per_node=-1 must not be negative"),
         (["cluster.nodes=2"], "more than this machine needs cluster=slurm"),
     ],
 )
@@ -142,6 +146,19 @@ def test_a_dry_run_tells_the_plan_and_writes_nothing(
         assert words in said
     assert ("#SBATCH --nodes=1" in said) == (cluster == "slurm")
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(("root", "place"), [("/tmp/run", "/tmp"), ("/tmpfs/run", None), ("/dev/shm/a/b", "/dev/shm")])
+def test_a_directory_that_the_nodes_can_hardly_see(root: str, place: str | None) -> None:
+    said = slurm.text(smoke(Path(root), "cluster=slurm"), RunDirectory(Path(root)))
+    assert (f"beware       {place} is mostly each machine's own" in said) == (place is not None)
+    assert ("beware" in said) == (place is not None)
+
+
+@pytest.mark.usefixtures("harnesses_installed")
+def test_the_checkout_is_no_run_directory(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="is the checkout"):
+        preflight.check_settings(replace(smoke(tmp_path), run_dir=str(SOURCE)))
 
 
 @pytest.mark.usefixtures("harnesses_installed")

@@ -56,6 +56,10 @@ def test_a_run_that_was_never_started_is_a_mistake(tmp_path: Path, capsys: pytes
     code, _, error = yoke(capsys, "status", f"run_dir={tmp_path}/empty")
     assert code == 2
     assert error == f"yoke: no run was started in {tmp_path}/empty\n"
+    (tmp_path / "file").write_text("")
+    assert yoke(capsys, "stop", str(tmp_path / "file"))[2] == (
+        f"yoke: {tmp_path}/file is a file, not the directory of a run\n"
+    )
 
 
 def test_a_wrong_word_is_named(run: MadeUpRun, capsys: pytest.CaptureFixture[str]) -> None:
