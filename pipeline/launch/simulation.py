@@ -119,6 +119,7 @@ def simulate(config: Config, nodes: int, place: Path) -> Simulated:
         run.clock.step()
         if run.clock.now > LONGEST_S:
             raise TimeoutError(f"the simulated run did not end: {run.coordinator.status()['now']}")
+    run.coordinator.stop()
     run.flow.close_books()
     run.tally.dropped += run.flow.dropped_stale
     scheduled = [run.flow.schedule.group(index).group_id for index in range(run.flow.state.next_index)]
@@ -241,6 +242,7 @@ class _Run:
             return  # it has not started again yet
         if self.random.random() < self.times.warned:
             self.trainer.save()
+        self.coordinator.stop()
         in_flight = sum(len(engine.running) for engine in self.engines)
         for engine in self.engines:
             engine.go_down()
