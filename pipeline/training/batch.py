@@ -1,4 +1,4 @@
-"""From closed groups to micro-batches: weighted rows, minibatches of whole groups, rows that share a prefix together.
+"""From closed groups to micro-batches: weighted rows, minibatches of whole groups, rows that share prefixes together.
 
 Pure functions over records. Which micro-batch a row lands in never changes the loss, only its time and memory.
 """
@@ -16,9 +16,9 @@ from torch import Tensor
 from pipeline.config import AlgorithmConfig
 from pipeline.records import PolicyVersion, RolloutRecord, Row, TrainGroup
 from pipeline.training.loss_weights import token_weights, trained_tokens
+from pipeline.training.prefix_tree import Blocks, Growth, build_forest, lexicographic
 
 NO_CONTRAST = 1e-9  # advantages this small are rounding left over from equal rewards
-FORWARD_OVERHEAD = 256  # tokens: what one more forward costs beside its tokens, when deciding whether to part rows
 
 
 @dataclass(frozen=True)
@@ -38,10 +38,6 @@ class WeightedRow:
     def __len__(self) -> int:
         return len(self.row.input_ids)
 
-    @property
-    def first_trained(self) -> int:
-        return int(self.row.loss_mask.argmax())
-
 
 @dataclass(frozen=True)
 class Minibatch:
@@ -54,29 +50,27 @@ class Minibatch:
 
 @dataclass(frozen=True)
 class RowBatch:
-    """Rows of one forward. The first ``prefix`` ids are equal in all of them and hold no trained token."""
+    """Rows of one forward, packed as a forest of shared prefixes or side by side, padded on the right."""
 
     rows: tuple[WeightedRow, ...]
-    prefix: int
+    packed: bool
+    tokens: int  # that the model runs over
     filler: bool = False  # runs only so that every rank runs the same number of forwards; weighs nothing
-
-    @property
-    def padded_tokens(self) -> int:
-        return len(self.rows) * (max(map(len, self.rows)) - self.prefix)
-
-    @property
-    def cost(self) -> int:
-        """Tokens the model runs over."""
-        return self.prefix + self.padded_tokens
 
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """A RowBatch as tensors. The ``tokens`` axis holds the trained tokens in row-major order."""
+    """A RowBatch as tensors. The ``tokens`` axis holds the trained tokens, row by row.
 
-    prefix_ids: Int[Tensor, "1 prefix"]
+    ``predictors`` say where, in the flattened inputs, the token before each trained one stands; packed rows may share
+    it. ``position_ids`` and the attention's ``calls`` are those of packed rows, None for padded ones.
+    """
+
     input_ids: Int[Tensor, "rows length"]
-    trained: Bool[Tensor, "rows length"]
+    position_ids: Int[Tensor, "rows length"] | None
+    predictors: Int[Tensor, "tokens"]
+    targets: Int[Tensor, "tokens"]
+    calls: tuple[Blocks, ...] | None
     behaviour: Float[Tensor, "tokens"]
     advantages: Float[Tensor, "tokens"]
     weights: Float[Tensor, "tokens"]
@@ -151,86 +145,108 @@ def _weighted_rows(
             yield WeightedRow(row, advantage, weight, comparable, rollout.rollout_id, number)
 
 
-def plan(rows: Sequence[WeightedRow], token_budget: int, share_prefix: bool, ranks: int = 1) -> list[list[RowBatch]]:
-    """Part rows into forwards of at most ``token_budget`` padded tokens (a longer row alone), spread over ``ranks``.
+def plan(rows: Sequence[WeightedRow], token_budget: int, pack: bool, ranks: int = 1) -> list[list[RowBatch]]:
+    """Part rows into forwards of at most ``token_budget`` tokens (a longer row alone), spread over ``ranks``.
 
-    Behind a prefix longer than the budget come as many tokens as it has: each forward runs it again, and a forward over
-    it must fit anyway. Every rank gets the same number, filled up with forwards that weigh nothing. Deterministic, so
-    all ranks agree.
+    Packed rows behind a common prefix longer than half the budget may add as many tokens as it has: each forward runs
+    it again. Every rank gets the same number, filled up with forwards that weigh nothing. Deterministic, so all ranks
+    agree.
     """
-    clusters = _clusters(rows) if share_prefix else [(list(rows), 0)]
-    total = sum(RowBatch(tuple(cluster), prefix).padded_tokens for cluster, prefix in clusters)
-    share = -(-total // ranks)
-    parted = (_fill(cluster, prefix, min(share, max(token_budget, prefix))) for cluster, prefix in clusters)
-    return _spread([batch for own in parted for batch in own], ranks)
+    return _spread(_packed(rows, token_budget, ranks) if pack else _padded(rows, token_budget, ranks), ranks)
 
 
-def _clusters(rows: Sequence[WeightedRow]) -> list[tuple[list[WeightedRow], int]]:
-    """Rows with their shared prefix: neighbours in lexicographic order stay together while that saves tokens."""
-    ordered = sorted(rows, key=lambda row: row.row.input_ids.astype(">u4").tobytes())
-    clusters: list[tuple[list[WeightedRow], int]] = []
+def _packed(rows: Sequence[WeightedRow], budget: int, ranks: int) -> list[RowBatch]:
+    """Cut the rows' forest, in depth-first order, into forests under the budget."""
+    ordered = [rows[index] for index in lexicographic([row.row.input_ids for row in rows])]
+    whole = Growth()
     for row in ordered:
-        if clusters:
-            merged = [*clusters[-1][0], row]
-            prefix = min(clusters[-1][1], _common(clusters[-1][0][0], row), row.first_trained - 1)
-            apart = RowBatch(tuple(clusters[-1][0]), clusters[-1][1]).cost + len(row) + FORWARD_OVERHEAD
-            if RowBatch(tuple(merged), prefix).cost <= apart:
-                clusters[-1] = (merged, prefix)
-                continue
-        clusters.append(([row], row.first_trained - 1))
-    return clusters
+        whole.add(row.row.input_ids)
+    batches: list[RowBatch] = []
+    growth, pending, prefix = Growth(), list[WeightedRow](), 0
+    for row in ordered:
+        shared = growth.shared(row.row.input_ids)
+        common = min(prefix, shared)
+        limit = common + min(max(budget - common, common), -(-(whole.tokens - common) // ranks))
+        if pending and growth.tokens + len(row) - shared > limit:
+            batches.append(RowBatch(tuple(pending), True, growth.tokens))
+            growth, pending = Growth(), []
+        prefix = common if pending else len(row)
+        growth.add(row.row.input_ids)
+        pending.append(row)
+    return [*batches, RowBatch(tuple(pending), True, growth.tokens)]
 
 
-def _common(left: WeightedRow, right: WeightedRow) -> int:
-    """How many leading ids two rows share."""
-    length = min(len(left), len(right))
-    differ = left.row.input_ids[:length] != right.row.input_ids[:length]
-    return int(differ.argmax()) if differ.any() else length
-
-
-def _fill(rows: Sequence[WeightedRow], prefix: int, budget: int) -> list[RowBatch]:
-    """Cut a cluster into forwards under the budget, rows of like length together."""
+def _padded(rows: Sequence[WeightedRow], budget: int, ranks: int) -> list[RowBatch]:
+    """Rows of like length together."""
+    ordered = sorted(rows, key=len)
+    share = -(-len(ordered) * len(ordered[-1]) // ranks)
     batches: list[RowBatch] = []
     pending: list[WeightedRow] = []
-    for row in sorted(rows, key=len):
-        if pending and RowBatch((*pending, row), prefix).padded_tokens > budget:
-            batches.append(RowBatch(tuple(pending), prefix))
+    for row in ordered:
+        if pending and (len(pending) + 1) * len(row) > min(share, budget):
+            batches.append(RowBatch(tuple(pending), False, len(pending) * len(pending[-1])))
             pending = []
         pending.append(row)
-    return [*batches, RowBatch(tuple(pending), prefix)]
+    return [*batches, RowBatch(tuple(pending), False, len(pending) * len(pending[-1]))]
 
 
 def _spread(batches: Sequence[RowBatch], ranks: int) -> list[list[RowBatch]]:
-    """Longest first to the least loaded rank; then fill up with the cheapest forward, marked as filler."""
+    """Longest first to the least loaded rank; then fill up with the shortest forward, marked as filler."""
     assigned: list[list[RowBatch]] = [[] for _ in range(ranks)]
     loads = [0] * ranks
-    for batch in sorted(batches, key=lambda batch: -batch.cost):
+    for batch in sorted(batches, key=lambda batch: -batch.tokens):
         rank = loads.index(min(loads))
         assigned[rank].append(batch)
-        loads[rank] += batch.cost
-    filler = replace(min(batches, key=lambda batch: batch.cost), filler=True)
+        loads[rank] += batch.tokens
+    filler = replace(min(batches, key=lambda batch: batch.tokens), filler=True)
     longest = max(map(len, assigned))
     return [own + [filler] * (longest - len(own)) for own in assigned]
 
 
 def collate(batch: RowBatch, pad_id: int = 0) -> MicroBatch:
-    """Right-padded tensors: padding follows every real token, so no causal layer of any kind sees it."""
-    rows, start = batch.rows, batch.prefix
-    length = max(map(len, rows)) - start
-    input_ids = torch.full((len(rows), length), pad_id, dtype=torch.long)
-    trained = torch.zeros((len(rows), length), dtype=torch.bool)
-    for index, row in enumerate(rows):
-        input_ids[index, : len(row) - start] = torch.from_numpy(row.row.input_ids[start:].astype(np.int64))
-        trained[index, : len(row) - start] = torch.from_numpy(row.row.loss_mask[start:].astype(np.bool_))
-    counts = torch.tensor([row.row.trained_tokens for row in rows])
+    """The tensors of a forward. Padding follows every real token, so no causal layer of any kind sees it."""
+    rows = batch.rows
+    layout = _pack([row.row.input_ids for row in rows]) if batch.packed else _pad(rows, pad_id)
+    trained = [np.flatnonzero(row.row.loss_mask) for row in rows]
+    counts = torch.tensor([len(own) for own in trained])
     return MicroBatch(
-        prefix_ids=torch.from_numpy(rows[0].row.input_ids[:start].astype(np.int64))[None],
-        input_ids=input_ids,
-        trained=trained,
-        behaviour=torch.from_numpy(np.concatenate([row.row.logprobs[row.row.loss_mask] for row in rows])).float(),
+        input_ids=layout.input_ids,
+        position_ids=layout.position_ids,
+        predictors=_joined(places[own - 1] for places, own in zip(layout.places, trained, strict=True)),
+        targets=_joined(row.row.input_ids[own].astype(np.int64) for row, own in zip(rows, trained, strict=True)),
+        calls=layout.calls,
+        behaviour=_joined(row.row.logprobs[own] for row, own in zip(rows, trained, strict=True)).float(),
         advantages=torch.tensor([row.advantage for row in rows]).repeat_interleave(counts),
         weights=torch.tensor([0.0 if batch.filler else row.weight for row in rows]).repeat_interleave(counts),
         comparable=torch.tensor([row.comparable for row in rows]).repeat_interleave(counts),
         rollouts=torch.tensor([row.rollout for row in rows]).repeat_interleave(counts),
         filler=batch.filler,
     )
+
+
+@dataclass(frozen=True)
+class _Layout:
+    """Where each token of each row stands in the flattened inputs."""
+
+    input_ids: Tensor
+    position_ids: Tensor | None
+    places: Sequence[np.ndarray]
+    calls: tuple[Blocks, ...] | None
+
+
+def _pack(rows: Sequence[np.ndarray]) -> _Layout:
+    forest = build_forest(rows)
+    return _Layout(forest.input_ids[None], forest.position_ids[None], forest.places, forest.calls)
+
+
+def _pad(rows: Sequence[WeightedRow], pad_id: int) -> _Layout:
+    length = max(map(len, rows))
+    input_ids = torch.full((len(rows), length), pad_id, dtype=torch.long)
+    for index, row in enumerate(rows):
+        input_ids[index, : len(row)] = torch.from_numpy(row.row.input_ids.astype(np.int64))
+    places = [np.arange(index * length, index * length + len(row)) for index, row in enumerate(rows)]
+    return _Layout(input_ids, None, places, None)
+
+
+def _joined(parts: Iterable[np.ndarray]) -> Tensor:
+    return torch.from_numpy(np.concatenate(list(parts)))

@@ -1,11 +1,13 @@
 """Log-probabilities and entropy of the trained tokens of a micro-batch, as the one module that goes through DeepSpeed.
 
-A model whose every layer is full attention runs the rows' shared prefix once; any other (convolution, linear attention,
-sliding window) and gradient checkpointing run whole rows. Both are exact: padding is right, every layer is causal.
+A model whose every layer is full attention runs packed rows, prefixes that they share once (prefix_tree). Any other
+(convolution, linear attention, sliding window) runs padded rows: its code carries a state over the boundaries of packed
+ones, at least without fused kernels. Both are exact: padding is on the right, every layer is causal.
 """
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import torch
@@ -18,6 +20,8 @@ from transformers.cache_utils import DynamicLayer
 from pipeline.config import UserError
 from pipeline.training import attention
 from pipeline.training.batch import MicroBatch
+
+logger = logging.getLogger(__name__)
 
 LOGIT_CHUNK = 4 * 1024 * 1024  # float32 logits held at once: 16 MiB, so a long row fits whatever the vocabulary
 LOGIT_CHANGERS = ("final_logit_softcapping", "logits_scaling", "logit_scale", "logits_scale")
@@ -37,32 +41,24 @@ class PolicyModel(nn.Module):
             raise UserError(f"cannot train {model.config.model_type}: its logits are changed by {', '.join(changed)}")
         self.model = model
         self.temperature = temperature
-        self.shares_prefix = is_pure_attention(model) and not gradient_checkpointing
-        if self.shares_prefix:
+        self.packs = is_pure_attention(model)
+        if self.packs:
             model.set_attn_implementation(attention.NAME)
+        else:
+            logger.warning(
+                "%s has layers other than full attention: rows run padded side by side, not packed, no prefix shared",
+                model.config.model_type,
+            )
         _disable_dropout(model)
         if gradient_checkpointing:
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         self.train(gradient_checkpointing)
 
     def forward(self, batch: MicroBatch) -> tuple[Float[Tensor, "tokens"], Float[Tensor, "tokens"]]:
-        """Logprobs (with gradient) and entropies (without), both float32, in the order of ``batch.behaviour``."""
-        hidden = self._hidden(batch)
-        return self._logprobs(hidden[:, :-1][batch.trained[:, 1:]], batch.input_ids[:, 1:][batch.trained[:, 1:]])
-
-    def _hidden(self, batch: MicroBatch) -> Float[Tensor, "rows length width"]:
-        prefix = batch.prefix_ids.shape[1]
-        if not prefix:
-            return self.model.base_model(batch.input_ids, use_cache=False).last_hidden_state
-        if not self.shares_prefix:
-            raise ValueError("this model cannot share a prefix; plan the batch with share_prefix=False")
-        cache = DynamicCache(config=self.model.config)
-        self.model.base_model(batch.prefix_ids, past_key_values=cache, use_cache=True)
-        positions = torch.arange(prefix, prefix + batch.input_ids.shape[1], device=batch.input_ids.device)[None]
-        states = [(layer.keys, layer.values) for layer in cache.layers]
-        return self.model.base_model(
-            batch.input_ids, position_ids=positions, use_cache=False, prefix_states=states
-        ).last_hidden_state
+        """Logprobs (with gradient) and entropies (without), at least float32, in the order of ``batch.behaviour``."""
+        packing = {} if batch.calls is None else {"position_ids": batch.position_ids, "calls": batch.calls}
+        hidden = self.model.base_model(batch.input_ids, use_cache=False, **packing).last_hidden_state
+        return self._logprobs(hidden.flatten(0, 1)[batch.predictors], batch.targets)
 
     def _logprobs(self, hidden: Float[Tensor, "tokens width"], targets: Int[Tensor, "tokens"]) -> tuple[Tensor, Tensor]:
         """The head and its softmax in chunks of tokens; several are computed again in the backward pass."""
@@ -74,7 +70,8 @@ class PolicyModel(nn.Module):
         return torch.cat([part[0] for part in parts]), torch.cat([part[1] for part in parts])
 
     def _chunk_logprobs(self, hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        logits = self.model.get_output_embeddings()(hidden).float() / self.temperature
+        logits = self.model.get_output_embeddings()(hidden)
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32)) / self.temperature
         logprobs = logits.log_softmax(-1)
         with torch.no_grad():
             entropy = -(logprobs.exp() * logprobs).sum(-1)
@@ -82,7 +79,7 @@ class PolicyModel(nn.Module):
 
 
 def is_pure_attention(model: PreTrainedModel) -> bool:
-    """Whether every layer keeps plain keys and values, so that a prefix's can be handed to the rows after it."""
+    """Whether every layer keeps plain keys and values, so that packing takes no more than another attention."""
     if getattr(model, "_is_stateful", False) or not getattr(model, "_supports_attention_backend", False):
         return False
     layers: list[Any] = DynamicCache(config=model.config).layers

@@ -132,7 +132,7 @@ class Trainer:
 
     def _plan(self, minibatch: Minibatch) -> list[RowBatch]:
         """This rank's forwards for one step."""
-        return plan(minibatch.rows, self.training.token_budget, self.policy.shares_prefix, self.ranks)[self.rank]
+        return plan(minibatch.rows, self.training.token_budget, self.policy.packs, self.ranks)[self.rank]
 
     def _snapshot(self, minibatch: Minibatch, batches: Sequence[RowBatch], prox: Snapshot | None = None) -> Snapshot:
         """One forward without gradients: the current logprobs, and the rollouts' ratios to μ, or else to ``prox``."""

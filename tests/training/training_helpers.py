@@ -13,6 +13,8 @@ from transformers import (
     Lfm2ForCausalLM,
     PreTrainedModel,
     PreTrainedTokenizerFast,
+    Qwen3_5ForCausalLM,
+    Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3ForCausalLM,
 )
@@ -39,7 +41,17 @@ def lfm2(seed: int = 0) -> PreTrainedModel:
     return Lfm2ForCausalLM(config).float()
 
 
-MODELS: dict[str, Callable[[int], PreTrainedModel]] = {"qwen3": qwen3, "lfm2": lfm2}
+def qwen3_5(seed: int = 0) -> PreTrainedModel:
+    """A hybrid: linear attention (a recurrent state and a short convolution) beside attention."""
+    torch.manual_seed(seed)
+    layers = ["linear_attention", "full_attention", "linear_attention"]
+    linear = {"linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 8}
+    linear |= {"linear_value_head_dim": 8, "head_dim": 8}
+    config = Qwen3_5TextConfig(**SHAPE, **linear, num_hidden_layers=3, layer_types=layers)
+    return Qwen3_5ForCausalLM(config).float()
+
+
+MODELS: dict[str, Callable[[int], PreTrainedModel]] = {"qwen3": qwen3, "lfm2": lfm2, "qwen3_5": qwen3_5}
 
 
 def save_model(path: Path, kind: str = "qwen3") -> Path:
