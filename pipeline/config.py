@@ -249,7 +249,7 @@ class TrainingConfig:
     weight_decay: float = 0.0
     max_grad_norm: float = 1.0
     zero_stage: int = 1
-    token_budget: int = 8192  # padded tokens of one micro-batch
+    token_budget: int = 8192  # tokens of one forward, padding included (docs/packing.md)
     threads: int = 1
     checkpoint_every: int = 4
     keep_checkpoints: int = 2
