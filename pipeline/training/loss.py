@@ -72,8 +72,8 @@ def gspo(inputs: LossInputs, clip_low: float, clip_high: float) -> LossOutputs:
     """GSPO (arXiv 2507.18071, eq. 5 and 13): ℓ = min(sA, clip(s, 1−low, 1+high)·A), s = exp(mean_t log r).
 
     The mean runs over all trained tokens of the whole rollout, in whatever rows. It is known before the step, so the
-    token form s·π/sg(π) has its value and, with ``rollout_mean``, exactly its gradient: each token's gradient is
-    s·A·∇log π. Left out: nothing; the paper's ranges are near 3e-4 and 4e-4.
+    token form s·π/sg(π) (eq. 14) has its value and, with ``rollout_mean``, exactly its gradient: each token's is
+    s·A·∇log π, times the token's own w and c. The paper's ranges are 3e-4 and 4e-4.
     """
     if inputs.rollout_ratio is None:
         raise ValueError("GSPO needs the rollouts' ratios before the step")

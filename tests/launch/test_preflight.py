@@ -35,6 +35,10 @@ def test_every_harness_that_is_not_there_is_named_at_once(tmp_path: Path) -> Non
         (["harness.retries=-1"], "harness.retries=-1 must not be negative"),
         (["algorithm.max_rerolls=-1"], "algorithm.max_rerolls=-1 must not be negative"),
         (["training.updates=0"], "training.updates=0 must be at least 1"),
+        (["algorithm.loss=magic"], "algorithm.loss=magic is not known; choose one of ppo_clip, gspo, cispo"),
+        (["algorithm.correction_low=2"], "algorithm.correction_low=2.0 and algorithm.correction_high=5.0"),
+        (["algorithm.off_policy_bound=1"], "works with algorithm.decoupled=true only"),
+        (["algorithm=dapo", "algorithm.overlong_tokens=10"], "algorithm.overlong_cache=4096 must lie between"),
     ],
 )
 def test_settings_that_cannot_work(tmp_path: Path, words: list[str], said: str) -> None:

@@ -17,10 +17,12 @@ from pipeline.config import UserError
 from pipeline.records import Outcome, PolicyVersion, RolloutRecord, Verdict
 from pipeline.stages.advantage import (
     advantages,
+    configured_reward,
     default_reward,
     enough_graded,
     has_contrast,
     load_reward,
+    overlong,
     score,
     to_train_group,
 )
@@ -98,6 +100,27 @@ def test_malformed_calls_count_as_calls_only_if_asked() -> None:
     assert load_reward(DEFAULT)(outcome) == pytest.approx(1.05)
     assert load_reward(DEFAULT, malformed_is_call=False)(outcome) == pytest.approx(1 + 0.1 * 15 / 20)
     assert outcome.verdict.tool_calls == 5
+
+
+@pytest.mark.parametrize(
+    ("tokens", "expected"),
+    [(0, 0.0), (16384, 0.0), (17408, -0.25), (18432, -0.5), (20479, -4095 / 4096), (20480, -1.0), (99999, -1.0)],
+)
+def test_the_overlong_term_by_hand(tokens: int, expected: float) -> None:
+    """DAPO's own lengths: 20,480 tokens, of which the last 4,096 cost."""
+    assert overlong(tokens, 20480, 4096) == pytest.approx(expected)
+    assert overlong(tokens, 20480, 0) == (-1.0 if tokens >= 20480 else 0.0)
+
+
+def test_the_overlong_term_is_part_of_the_configured_reward() -> None:
+    base = ["+experiment=smoke", "reward=default"]
+    long = replace(rollout(correctness=0.0), sampled_tokens=18432)
+    assert configured_reward(compose_config(base))(long) == 0.0
+    shaped = configured_reward(compose_config([*base, "algorithm=dapo"]))
+    assert shaped(long) == pytest.approx(-0.5) and shaped(replace(long, sampled_tokens=100)) == 0.0
+    assert shaped(replace(long, verdict=replace(long.verdict, correctness=None))) is None
+    same = [replace(long, index=0), replace(long, index=1, sampled_tokens=1)]
+    assert has_contrast(score(same, shaped)) and not has_contrast(score(same, configured_reward(compose_config(base))))
 
 
 def test_ungraded_rollouts_never_reach_the_users_function(user_module: Callable[..., str]) -> None:

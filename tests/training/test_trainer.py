@@ -14,7 +14,7 @@ from training_helpers import random_groups, save_model
 from transformers import AutoModelForCausalLM
 
 from pipeline.config import AlgorithmConfig, TrainingConfig, UserError
-from pipeline.records import PolicyVersion, Row, TrainGroup
+from pipeline.records import PolicyVersion, RolloutRecord, Row, TrainGroup
 from pipeline.training.batch import split_minibatches
 from pipeline.training.trainer import Trainer, learning_rate
 
@@ -82,12 +82,67 @@ def test_hybrid_model_matches_plain_torch(models: dict[str, Path]) -> None:
     assert_close(trainer, expected)
 
 
-def assert_close(trainer: Trainer, expected: torch.nn.Module) -> None:
+DECOUPLED = {"decoupled": True, "correction": "tis", "correction_high": 1.2, "off_policy_bound": 0.3}
+
+
+@pytest.mark.parametrize("settings", [{"loss": "gspo"}, DECOUPLED | {"loss": "gspo"}], ids=["gspo", "decoupled"])
+def test_losses_that_look_back_match_plain_torch(models: dict[str, Path], settings: dict) -> None:
+    """π_prox is the policy before the whole update, GSPO's ratio that before each step, over all rows of a rollout."""
+    groups = random_groups(0)
+    algorithm = AlgorithmConfig(aggregation="rollout_mean", minibatches=2, **settings)
+    trainer = make(models["qwen3"], algorithm=algorithm, token_budget=20, max_grad_norm=0.0, learning_rate=5e-3)
+    metrics = trainer.update(groups)
+    expected, norms, dropped = plain_gspo(models["qwen3"], groups, algorithm, 5e-3)
+    assert metrics["grad_norm"] == pytest.approx(sum(norms) / 2, rel=1e-4)
+    assert metrics.get("batch/off_policy_rollouts", 0) == dropped
+    assert not settings.get("decoupled") or (dropped > 0 and 0 < metrics["is_masked"] < 1)
+    assert_close(trainer, expected, scale=10)
+
+
+def plain_gspo(
+    path: Path, groups: list[TrainGroup], algorithm: AlgorithmConfig, rate: float
+) -> tuple[torch.nn.Module, list[float], int]:
+    """One update written out: also the gradient's norms, and how many rollouts the off-policy mask takes."""
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=rate, betas=(0.9, 0.95), weight_decay=0.01)
+    with torch.no_grad():
+        before = {m.rollout_id: rollout_logprobs(model, m) for group in groups for m in group.rollouts}
+    norms, dropped = [], 0
+    for part in split_minibatches(groups, 2):
+        members = [pair for group in part for pair in zip(group.rollouts, group.advantages, strict=True)]
+        for member, advantage in members:
+            logprobs = rollout_logprobs(model, member)
+            sampled = torch.cat([torch.from_numpy(row.logprobs[row.loss_mask]) for row in member.rows])
+            weight = torch.ones_like(sampled)
+            if algorithm.decoupled:
+                rho = before[member.rollout_id] - sampled
+                off = advantage < 0 and float(-rho.mean()) > algorithm.off_policy_bound
+                dropped += off
+                weight = (0.0 if off else 1.0) * rho.exp().clamp(max=algorithm.correction_high)
+                sampled = before[member.rollout_id]
+            ratio = (logprobs - sampled).mean().exp()
+            surrogate = torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage)
+            if algorithm.decoupled:  # each token's own weight is on its own gradient
+                unclipped = bool(ratio * advantage <= ratio.clamp(0.8, 1.2) * advantage)
+                surrogate = unclipped * ratio.detach() * advantage * logprobs
+            (-(weight * surrogate).mean() / len(members)).backward()
+        norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), float("inf"))))
+        optimizer.step()
+        optimizer.zero_grad()
+    return model, norms, dropped
+
+
+def rollout_logprobs(model: torch.nn.Module, member: RolloutRecord) -> torch.Tensor:
+    return torch.cat([token_logprobs(model, row) for row in member.rows])
+
+
+def assert_close(trainer: Trainer, expected: torch.nn.Module, scale: float = 1) -> None:
     """Equal to rounding: Adam divides by the gradient's size, so a lone weight with almost none may differ by more."""
     mine = weights(trainer)
     for name, value in expected.named_parameters():
         difference = (mine.pop(name) - value.detach()).abs()
-        assert difference.max() < 5e-6 and difference.quantile(0.99) < 1e-6, f"{name}: {difference.max()}"
+        assert difference.max() < 5e-6 * scale, f"{name}: {difference.max()}"
+        assert difference.quantile(0.99) < 1e-6 * scale, name
     assert not mine
 
 
