@@ -1,4 +1,4 @@
-"""Two trainer processes over gloo do what one does."""
+"""Two and four trainer processes over gloo do what one does."""
 
 from __future__ import annotations
 
@@ -40,23 +40,63 @@ if trainer.rank == 0:
 """
 
 
+GRADIENTS = """
+import sys
+from pathlib import Path
+sys.path[:0] = {path!r}
+import torch
+from deepspeed.utils import safe_get_full_optimizer_state
+from training_helpers import random_groups
+from pipeline.config import AlgorithmConfig, TrainingConfig
+from pipeline.training.trainer import Trainer
+out, budget = Path(sys.argv[1]), int(sys.argv[2])
+results = {{}}
+for name, settings in {algorithms!r}.items():
+    training = TrainingConfig(token_budget=budget, max_grad_norm=0.0)
+    trainer = Trainer({model!r}, training, AlgorithmConfig(minibatches=1, **settings), 0, 4)
+    metrics = trainer.update(random_groups(0) if trainer.rank == 0 else None)
+    first = [safe_get_full_optimizer_state(value, "exp_avg") for value in trainer.policy.parameters()]
+    results[name] = metrics, torch.cat([moment.flatten() for moment in first]).double()
+if trainer.rank == 0:
+    torch.save(results, out / "gradients.pt")
+"""
+ALGORITHMS = {
+    "ppo_clip": {},
+    "gspo": {"loss": "gspo", "aggregation": "rollout_mean", "clip_high": 5.0},
+    "cispo, decoupled": {"loss": "cispo", "aggregation": "token_mean", "decoupled": True, "correction_low": 0.1},
+    "mask by rollout": {
+        "aggregation": "constant",
+        "decoupled": True,
+        "correction": "tis",
+        "correction_unit": "rollout",
+        "off_policy_bound": 0.5,
+    },
+}
+
+
 @pytest.fixture(scope="module")
 def script(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("ranks")
     model = save_model(root / "model")
     path = root / "train.py"
-    path.write_text(SCRIPT.format(path=[*sys.path, str(Path(__file__).parent)], model=str(model)))
+    names = {"path": [*sys.path, str(Path(__file__).parent)], "model": str(model)}
+    path.write_text(SCRIPT.format(**names))
+    (root / "gradients.py").write_text(GRADIENTS.format(**names, algorithms=ALGORITHMS))
     return path
 
 
 def train(script: Path, out: Path, stage: int, ranks: int, resume: bool = False) -> subprocess.CompletedProcess[str]:
     """Run the script on ``ranks`` processes; the result is rank 0's."""
+    return launch([str(script), str(out), str(stage), "resume" if resume else "fresh"], out, ranks)
+
+
+def launch(arguments: list[str], out: Path, ranks: int) -> subprocess.CompletedProcess[str]:
     out.mkdir(exist_ok=True)
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     common = os.environ | {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    command = [sys.executable, str(script), str(out), str(stage), "resume" if resume else "fresh"]
+    command = [sys.executable, *arguments]
     processes = [
         subprocess.Popen(
             command,
@@ -91,6 +131,26 @@ def test_two_ranks_equal_one(script: Path, tmp_path: Path, stage: int) -> None:
     assert metrics[1]["batch/forwards_per_step"] < metrics[0]["batch/forwards_per_step"]
     again = exported_by_one_process(script, tmp_path / "2")
     assert again.keys() == two.keys() and all(torch.equal(value, again[name]) for name, value in two.items())
+
+
+@pytest.mark.slow
+def test_ranks_and_accumulation_leave_loss_and_gradient_alone(script: Path, tmp_path: Path) -> None:
+    """The first moment after one step is the gradient, but for a factor. One forward on one rank, many on four."""
+    results = {}
+    for ranks, budget in ((1, 10**6), (2, 60), (4, 20)):
+        out = tmp_path / str(ranks)
+        done = launch([str(script.parent / "gradients.py"), str(out), str(budget)], out, ranks)
+        assert done.returncode == 0, done.stdout[-3000:]
+        results[ranks] = torch.load(out / "gradients.pt", weights_only=False)
+    assert results[4]["gspo"][0]["batch/forwards_per_step"] > 1
+    for name, (metrics, gradient) in results[1].items():
+        assert gradient.norm() > 1e-4, name
+        for ranks in (2, 4):
+            others, other = results[ranks][name]
+            assert (other - gradient).norm() <= 1e-5 * gradient.norm(), (name, ranks)
+            for key in ("loss", "grad_norm", "is_masked", "batch/off_policy_rollouts", "ratio/max"):
+                assert others.get(key, 0) == pytest.approx(metrics.get(key, 0), rel=1e-5, abs=1e-6), (name, ranks, key)
+    assert 0 < results[1]["mask by rollout"][0]["batch/off_policy_rollouts"] < 12
 
 
 def exported_by_one_process(script: Path, out: Path) -> dict[str, torch.Tensor]:
