@@ -64,12 +64,12 @@ ALGORITHMS = {
     "ppo_clip": {},
     "gspo": {"loss": "gspo", "aggregation": "rollout_mean", "clip_high": 5.0},
     "cispo, decoupled": {"loss": "cispo", "aggregation": "token_mean", "decoupled": True, "correction_low": 0.1},
-    "mask by rollout": {
+    "off-policy mask": {
         "aggregation": "constant",
+        "constant_tokens": 16,
         "decoupled": True,
         "correction": "tis",
-        "correction_unit": "rollout",
-        "off_policy_bound": 0.5,
+        "off_policy_bound": 1.0,
     },
 }
 
@@ -150,7 +150,7 @@ def test_ranks_and_accumulation_leave_loss_and_gradient_alone(script: Path, tmp_
             assert (other - gradient).norm() <= 1e-5 * gradient.norm(), (name, ranks)
             for key in ("loss", "grad_norm", "is_masked", "batch/off_policy_rollouts", "ratio/max"):
                 assert others.get(key, 0) == pytest.approx(metrics.get(key, 0), rel=1e-5, abs=1e-6), (name, ranks, key)
-    assert 0 < results[1]["mask by rollout"][0]["batch/off_policy_rollouts"] < 12
+    assert 0 < results[1]["off-policy mask"][0]["batch/off_policy_rollouts"] < 12
 
 
 def exported_by_one_process(script: Path, out: Path) -> dict[str, torch.Tensor]:
