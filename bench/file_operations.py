@@ -98,7 +98,7 @@ def _parts(attempt: Any) -> tuple[Any, Any]:
 
     config = compose_config(["mix.harnesses=[pi]", f"algorithm.group_size={GROUP}", "algorithm.groups_per_update=1000"])
     config = replace(config, algorithm=replace(config.algorithm, max_outstanding_rollouts=10_000))
-    tasks = [TaskRef(f"t{number}", Path(f"t{number}")) for number in range(64)]
+    tasks = [TaskRef(f"t{number}", Path("/")) for number in range(64)]  # a place that is there
     flow = GroupFlow(make_schedule(tasks, config), config.algorithm, 10, FlowState(), attempt.number)
     coordinator = Coordinator(config, attempt, flow)
     coordinator.set_phase("train")
@@ -123,12 +123,14 @@ class _Direct:
     def __init__(self, coordinator: Any) -> None:
         self._coordinator = coordinator
 
-    def call(self, method: str, timeout_s: float, **arguments: Any) -> Any:
+    def call(self, method: str, timeout_s: float = 30.0, **arguments: Any) -> Any:
         return getattr(self._coordinator, method)(**arguments)
 
 
 class _Workshop:
     """Rollouts that end at once."""
+
+    harness_home = Path("/")
 
     async def roll_out(self, spec: Any, index: int) -> Any:
         import numpy as np

@@ -38,6 +38,7 @@ log = logging.getLogger("yoke.engine")
 
 HEARTBEAT_S = 1.0
 COORDINATOR_SILENCE_S = 20.0
+WORD_TRIES = 10
 SIGNAL_S = 0.5  # within which a signal to the whole job has reached rank 0 too
 OUTAGE_S = 120.0  # a harness's call outlives an engine restart of this length
 CLOSE_S = 60.0  # that a closed group may take on its way, beyond the time for the file system
@@ -102,10 +103,20 @@ class EngineRank:
             await self._register()
             await self._serve()
         except Exception as error:
+            if isinstance(error, RpcError) and await self._is_over():
+                return log.info("the run ended while this engine was starting")
             await self._report(error)
             raise
         finally:
             await self._shut_down()
+
+    async def _is_over(self) -> bool:
+        """Whether the coordinator is gone because the run is done or was stopped; its word of that comes late."""
+        for _ in range(WORD_TRIES):
+            if any(self.attempt.read(name) for name in ("done", "stopped")):
+                return True
+            await asyncio.sleep(0.5)
+        return False
 
     async def _report(self, error: Exception) -> None:
         """Let the trainer end the attempt at once, instead of waiting for what will not come."""

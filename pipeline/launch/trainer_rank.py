@@ -36,6 +36,7 @@ log = logging.getLogger("yoke.trainer")
 
 ENGINE_SILENCE_S = 30.0
 ENGINE_STOP_S = 3.0
+TOGETHER_S = 60.0  # that a run waits for the engines of other nodes when the first one is ready
 STALL_S = 1800.0
 
 
@@ -176,10 +177,17 @@ class TrainerRank:
         self._phase_since = now
 
     def _await_engine(self) -> None:
+        """Wait for the first engine, and a little longer for the others, so that all nodes begin together."""
         deadline = time.monotonic() + self.config.engine.start_timeout_s + RENDEZVOUS_S
-        while not self._sync_engines():
+        while True:
+            if self._sync_engines():
+                deadline = min(deadline, time.monotonic() + TOGETHER_S)
+            serving = len(self.coordinator.engines) - len(self.coordinator.unsynced(str(self.flow.version)))
+            late = time.monotonic() > deadline
+            if serving == self.config.cluster.nodes or (serving and late):
+                return
             self._check_the_others()
-            if time.monotonic() > deadline:
+            if late:
                 raise TimeoutError("no engine rank registered in time; see the logs of the attempt")
             self.coordinator.wait(0.5)
 

@@ -230,6 +230,7 @@ def test_the_trainer_exports_submits_and_writes_it_down(
     with rank._phase("train"):
         rank.save()
     rank.evaluations.close()
+    rank.coordinator.stop()  # writes the ledger out
     rank.metrics.close()
     rank.team.close()
     (export,) = run.models.iterdir()
