@@ -24,6 +24,7 @@ from pipeline.training.batch import RowBatch, WeightedRow, collate, make_minibat
 from pipeline.training.forward import PolicyModel
 
 TOLERANCE = {"rtol": 1e-5, "atol": 1e-5}
+ALWAYS_SINGLE = {"rtol": 1e-5, "atol": 4e-5}  # a linear attention that computes in float32 whatever the weights are in
 EXACT = {"rtol": 1e-9, "atol": 1e-9}
 DOUBLE = ("qwen3", "lfm2")  # Qwen3.5's linear attention computes in float32 whatever the weights are
 
@@ -106,7 +107,7 @@ def test_every_batching_and_padding_matches_plain_forwards(kind: str, seed: int,
     policy = PolicyModel(model(kind, double))
     (batches,) = plan(rows, budget, policy.packs)
     expected = plain(kind, rows, double=double)
-    assert_same(run(policy, batches, pad_id), expected, EXACT if double else TOLERANCE)
+    assert_same(run(policy, batches, pad_id), expected, EXACT if double else ALWAYS_SINGLE)
 
 
 def test_what_has_other_layers_than_full_attention_is_not_packed(caplog: pytest.LogCaptureFixture) -> None:
