@@ -7,7 +7,8 @@ import pytest
 from bench.file_operations import GROUP, per_group
 
 # Of Python's audit events on the run directory: one file for each rollout and one for the group, each written once and
-# renamed, the rollouts' removed at the end; the group's file read once; two lines of the ledger; a look at the fence before each file is published.
+# renamed, the rollouts' removed at the end; the group's file read once; two lines of the ledger; a look at the fence
+# before each file is published.
 FILES = GROUP + 1
 EXPECTED = {"open": FILES + 3, "os.rename": FILES, "os.remove": GROUP, "os.listdir": FILES}
 
