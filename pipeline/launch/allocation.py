@@ -19,6 +19,7 @@ from submitit.core.utils import DelayedSubmission, JobPaths
 
 from pipeline.config import Config, UserError
 from pipeline.launch.program import YokeProgram
+from pipeline.launch.rendezvous import restart_count
 from pipeline.launch.requeue import after_srun, own_job
 from pipeline.launch.run_directory import RunDirectory
 from pipeline.launch.slurm import (
@@ -35,7 +36,7 @@ T = TypeVar("T")
 
 def restarted() -> bool:
     """Whether this is a later start of the same Slurm job: what it made before must stay."""
-    return int(os.environ.get("SLURM_RESTART_COUNT") or 0) > 0
+    return restart_count() > 0
 
 
 def own_share(items: Sequence[T]) -> Sequence[T]:

@@ -113,7 +113,7 @@ class EngineRank:
     async def _is_over(self) -> bool:
         """Whether the coordinator is gone because the run is done or was stopped; its word of that comes late."""
         for _ in range(WORD_TRIES):
-            if any(self.attempt.read(name) for name in ("done", "stopped")):
+            if await self._read("done") is not None or await self._read("stopped") is not None:
                 return True
             await asyncio.sleep(0.5)
         return False

@@ -25,8 +25,11 @@ from pipeline.launch import slurm
 from pipeline.launch.data import load_split
 from pipeline.launch.evaluation import SUBMITTED, EvaluationJob, evaluate, pin
 from pipeline.launch.gates import ensure_gates
+from pipeline.launch.logs import FORMAT, quieten_others
 from pipeline.launch.program import to_config
+from pipeline.launch.rendezvous import restart_count
 from pipeline.launch.run_directory import FencedOff, RunDirectory
+from pipeline.launch.slurm import is_of_a_job
 from pipeline.launch.snapshot import take_snapshot, with_absolute_paths
 from pipeline.launch.squeue import WAITING, find_tasks
 from pipeline.report.store import write_json
@@ -34,7 +37,7 @@ from pipeline.stages.evaluation import INCOMPLETE
 
 TERMINATED = 128 + signal.SIGTERM
 SUBMIT_S = 120.0
-FOREIGN = ("SLURM_", "SLURMD_", "SUBMITIT_", "MASTER_", "WANDB_SERVICE")  # of the job around a submission
+FOREIGN = ("MASTER_", "WANDB_SERVICE")  # of the trainer around a submission, besides what is of its job
 FOREIGN_WORDS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "OMP_NUM_THREADS")
 
 log = logging.getLogger("yoke.evaluation")
@@ -49,11 +52,8 @@ class EvaluationProgram:
     def __call__(self) -> None:
         signal.signal(signal.SIGTERM, _leave)  # submitit would ignore it
         signal.signal(signal.SIGUSR1, signal.SIG_IGN)
-        logging.basicConfig(
-            level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s", stream=sys.stderr
-        )
-        logging.getLogger("httpx").setLevel(logging.WARNING)
-        logging.getLogger("submitit").propagate = False  # it has a handler of its own
+        logging.basicConfig(level=logging.INFO, format=FORMAT, stream=sys.stderr)
+        quieten_others()
         config, run = to_config(self.config), RunDirectory(Path(self.run_dir))
         register(config.harness.recipes)
         job = EvaluationJob(self.job["label"], self.job["weights"], tuple(self.job["harnesses"]))
@@ -69,7 +69,7 @@ class EvaluationProgram:
 
     def checkpoint(self) -> submitit.helpers.DelayedSubmission | None:
         """Called by submitit at the warning. None, which means no requeue, when all restarts are used up."""
-        if int(os.environ.get("SLURM_RESTART_COUNT", "0")) >= to_config(self.config).cluster.max_requeues:
+        if restart_count() >= to_config(self.config).cluster.max_requeues:
             return None
         return submitit.helpers.DelayedSubmission(self)
 
@@ -188,7 +188,7 @@ def _clean_environment() -> dict[str, str]:
     return {
         name: value
         for name, value in os.environ.items()
-        if name == "SLURM_CONF" or not (name.startswith(FOREIGN) or name in FOREIGN_WORDS)
+        if not (is_of_a_job(name) or name.startswith(FOREIGN) or name in FOREIGN_WORDS)
     }
 
 

@@ -13,7 +13,7 @@ from dataclasses import asdict
 import submitit
 
 from pipeline.config import Config, UserError
-from pipeline.launch.processes import job_of, start_time
+from pipeline.launch.processes import is_alive, job_of, start_time
 from pipeline.launch.program import YokeProgram
 from pipeline.launch.rpc import RpcClient, RpcError
 from pipeline.launch.run_directory import Attempt, RunDirectory
@@ -85,7 +85,7 @@ def living(run: RunDirectory) -> tuple[Attempt, int] | None:
     for number in reversed(run.attempt_numbers()[-1:]):
         attempt = run.attempt(number)
         job = attempt.read("job")
-        if job and job.get("started") is not None and start_time(job["pid"]) == job["started"]:
+        if job and "pid" in job and is_alive(job):
             return attempt, job["pid"]
     return None
 

@@ -33,6 +33,12 @@ def log_in_background(stream: TextIO) -> QueueListener:
     return listener
 
 
+def quieten_others() -> None:
+    """Libraries that would say too much, or everything twice."""
+    logging.getLogger("httpx").setLevel(logging.WARNING)
+    logging.getLogger("submitit").propagate = False  # it has a handler of its own
+
+
 def _end(listener: QueueListener) -> None:
     atexit.unregister(_end)
     stopping = threading.Thread(target=listener.stop, daemon=True)

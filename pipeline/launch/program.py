@@ -22,8 +22,8 @@ from omegaconf import OmegaConf
 from pipeline.config import Config
 from pipeline.harness.base import register
 from pipeline.launch.gates import pass_gates
-from pipeline.launch.logs import log_in_background
-from pipeline.launch.rendezvous import agree_on_attempt
+from pipeline.launch.logs import log_in_background, quieten_others
+from pipeline.launch.rendezvous import agree_on_attempt, restart_count
 from pipeline.launch.run_directory import Attempt, FencedOff, RunDirectory
 
 if TYPE_CHECKING:
@@ -107,7 +107,7 @@ class YokeProgram:
         cluster = to_config(self.config).cluster
         saved = self._end is not None and self._end.wait("warning", max(REQUEUE_S, cluster.signal_s - REQUEUE_S))
         log.warning("warned of the end: %s", "a checkpoint is written" if saved else "no time for a checkpoint")
-        if int(os.environ.get("SLURM_RESTART_COUNT", "0")) >= cluster.max_requeues:
+        if restart_count() >= cluster.max_requeues:
             log.error("not requeued: cluster.max_requeues=%d are used up", cluster.max_requeues)
             return None
         if self._place is not None:
@@ -124,8 +124,7 @@ def _write_to(path: Path) -> None:
         os.dup2(descriptor, stream)
     os.close(descriptor)
     log_in_background(sys.stderr)
-    logging.getLogger("httpx").setLevel(logging.WARNING)
-    logging.getLogger("submitit").propagate = False  # it has a handler of its own
+    quieten_others()
 
 
 def _ask_on_signals(end: EndRequest) -> None:

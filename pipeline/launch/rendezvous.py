@@ -19,12 +19,17 @@ ANYWHERE = "0.0.0.0"
 LOOPBACK = "127.0.0.1"
 
 
+def restart_count() -> int:
+    """How often Slurm has started this job again."""
+    return int(os.environ.get("SLURM_RESTART_COUNT") or 0)
+
+
 def agree_on_attempt(run: RunDirectory, environment: submitit.JobEnvironment) -> Attempt:
     """The attempt of this start of the Slurm job: global rank 0 claims it, the others wait for its word.
 
     Raises TimeoutError when rank 0 leaves no word within RENDEZVOUS_S.
     """
-    start = {"slurm": environment.job_id, "restart": int(os.environ.get("SLURM_RESTART_COUNT", "0"))}
+    start = {"slurm": environment.job_id, "restart": restart_count()}
     if environment.global_rank == 0:
         attempt = run.new_attempt()
         attempt.publish("job", {**start, "nodes": list(environment.hostnames)})

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from pipeline.launch.rendezvous import restart_count
 from pipeline.launch.run_directory import Attempt, RunDirectory
 from pipeline.report.store import append_jsonl, read_jsonl
 
@@ -102,7 +103,7 @@ def _look(run: RunDirectory, rc: int, job_id: str) -> Ended:
     mistake = failed["text"] if failed["user_error"] else ""
     return Ended(
         rc=rc,
-        restart=_restart(),
+        restart=restart_count(),
         job=_show(job_id) if rc else {},
         max_requeues=_bound(run, job_id),
         crashes_here=_crashes_here(run, job_id),
@@ -126,7 +127,7 @@ def _own_attempt(run: RunDirectory, job_id: str) -> Attempt | None:
     for number in run.attempt_numbers()[-1:]:
         attempt = run.attempt(number)
         job = attempt.read("job") or {}
-        if str(job.get("slurm")) == job_id and job.get("restart") == _restart():
+        if str(job.get("slurm")) == job_id and job.get("restart") == restart_count():
             return attempt
     return None
 
@@ -149,16 +150,12 @@ def _progress(run: RunDirectory) -> list[Any]:
 
 
 def _entry(run: RunDirectory, job_id: str, rc: int, decision: Decision) -> dict[str, Any]:
-    words = {"time": time.time(), "job": job_id, "restart": _restart(), "rc": rc}
+    words = {"time": time.time(), "job": job_id, "restart": restart_count(), "rc": rc}
     return words | {"progress": _progress(run), "requeue": decision.requeue, "why": decision.why}
 
 
 def _log(run: RunDirectory) -> Path:
     return run.root / "jobs" / "requeues.jsonl"
-
-
-def _restart() -> int:
-    return int(os.environ.get("SLURM_RESTART_COUNT") or 0)
 
 
 def _show(job_id: str) -> dict[str, str] | None:

@@ -203,12 +203,17 @@ def _refusal(said: str) -> Exception:
     return UserError(f"sbatch refused the job: {line}")
 
 
+def is_of_a_job(name: str) -> bool:
+    """Whether Slurm or submitit sets this variable within a job."""
+    return name.startswith(("SLURM_", "SLURMD_", "SUBMITIT_")) and name != "SLURM_CONF"
+
+
 @contextmanager
 def _no_job_around() -> Iterator[None]:
     """A job that is submitted from within a job must not take its size or its restarts for its own."""
     kept = dict(os.environ)
     for name in kept:
-        if name.startswith(("SLURM_", "SLURMD_", "SUBMITIT_")) and name != "SLURM_CONF":
+        if is_of_a_job(name):
             del os.environ[name]
     try:
         yield

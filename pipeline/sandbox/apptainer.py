@@ -34,7 +34,7 @@ from pipeline.sandbox.bubblewrap import ETC, HIDDEN, HOST_ETC, START_S, counts_b
 from pipeline.sandbox.disk import DiskWatch, writable_places
 from pipeline.sandbox.images import TASK, Image, find, host_system, kept_as
 from pipeline.sandbox.process import supervised
-from pipeline.sandbox.running import Log, RunningSandbox, memory_file, readable
+from pipeline.sandbox.running import Ends, Log, RunningSandbox, memory_file, readable
 from pipeline.sandbox.watch import TreeWatch, listed
 
 OLDEST = (1, 1)  # the first that needs no root to set it up
@@ -281,17 +281,11 @@ def furnish(scratch: Path, spec: SandboxSpec) -> None:
         path.write_text(text)
 
 
-class _Ends:
-    """The channels to process 1 (a status pipe, a socket pair for release and hand-over) and to the supervisor."""
+class _Ends(Ends):
+    """The channels to process 1, and one to the supervisor."""
 
     def __init__(self, held: ExitStack, given: ExitStack) -> None:
-        self.status, self.status_end = os.pipe()
-        held.callback(os.close, self.status)
-        given.callback(os.close, self.status_end)
-        os.set_blocking(self.status, False)
-        control, theirs = socket.socketpair()
-        self.control = held.enter_context(control)
-        self.theirs = given.enter_context(theirs)
+        super().__init__(held, given)
         self.control.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)  # whoever greets, the kernel says its pid
         at_once, self.started = socket.socketpair()
         given.enter_context(self.started)

@@ -26,7 +26,7 @@ from pipeline.records import Inside
 from pipeline.sandbox import seccomp
 from pipeline.sandbox.base import HOME, PATH, WORKSPACE, SandboxError, SandboxSpec
 from pipeline.sandbox.disk import DiskWatch, writable_places
-from pipeline.sandbox.running import Log, RunningSandbox, memory_file, readable
+from pipeline.sandbox.running import Ends, Log, RunningSandbox, memory_file, readable
 from pipeline.sandbox.watch import TreeWatch, listed
 
 logger = logging.getLogger(__name__)
@@ -115,13 +115,13 @@ class BubblewrapSandbox:
             log = Log(spec.stdout)
             held.callback(log.close)
             with ExitStack() as given:
-                ends = _Ends(held, given, listening=spec.listen_port is not None)
+                ends = Ends(held, given)
                 popen = self._start(spec, ends, given, log)
             held.callback(_reap, popen)
             pid = await _first_process(ends.status, log)
             leader = _hold(pid, log)
             held.callback(os.close, leader)
-            listener, sockets = await self._release(ends, held, log)
+            listener, sockets = await self._release(spec, ends, held, log)
             return RunningSandbox(
                 popen,
                 leader,
@@ -152,7 +152,7 @@ class BubblewrapSandbox:
             SCRATCH if spec.workspace else (*SCRATCH, WORKSPACE[1:]),
         )
 
-    def _start(self, spec: SandboxSpec, ends: _Ends, given: ExitStack, log: Log) -> subprocess.Popen[bytes]:
+    def _start(self, spec: SandboxSpec, ends: Ends, given: ExitStack, log: Log) -> subprocess.Popen[bytes]:
         theirs = ends.theirs.fileno()
         passed = [ends.status_end, theirs]
         options = [
@@ -194,9 +194,11 @@ class BubblewrapSandbox:
         joined = ",".join(f"{name}={value}" for name, value in limits.items())
         return [self._python, "-I", "-S", "-c", INNER, str(control), str(spec.listen_port), joined, *spec.argv]
 
-    async def _release(self, ends: _Ends, held: ExitStack, log: Log) -> tuple[socket.socket | None, int | None]:
+    async def _release(
+        self, spec: SandboxSpec, ends: Ends, held: ExitStack, log: Log
+    ) -> tuple[socket.socket | None, int | None]:
         """Take the listener and the socket that tells about others, or without them let the command start."""
-        if not ends.listening:
+        if spec.listen_port is None:
             with contextlib.suppress(ConnectionError):  # bubblewrap failed: wait() tells
                 ends.control.send(b"g")
             return None, None
@@ -210,20 +212,6 @@ class BubblewrapSandbox:
         held.callback(listener.close)
         held.callback(os.close, descriptors[1])
         return listener, descriptors[1]
-
-
-class _Ends:
-    """The channels between the launcher and the sandbox: a status pipe, and a socket pair for release and hand-over."""
-
-    def __init__(self, held: ExitStack, given: ExitStack, listening: bool) -> None:
-        self.listening = listening
-        self.status, self.status_end = os.pipe()
-        held.callback(os.close, self.status)
-        given.callback(os.close, self.status_end)
-        os.set_blocking(self.status, False)
-        control, theirs = socket.socketpair()
-        self.control = held.enter_context(control)
-        self.theirs = given.enter_context(theirs)
 
 
 def _namespaces() -> list[str]:

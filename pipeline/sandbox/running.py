@@ -12,6 +12,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 
 from pipeline.records import Inside
@@ -40,6 +41,22 @@ async def readable(fd: int, timeout_s: float) -> bool:
     finally:
         loop.remove_reader(fd)
     return True
+
+
+class Ends:
+    """The channels between a launcher and its sandbox: a status pipe, and a socket pair for release and hand-over.
+
+    ``held`` closes our ends, ``given`` those that the sandbox inherits.
+    """
+
+    def __init__(self, held: ExitStack, given: ExitStack) -> None:
+        self.status, self.status_end = os.pipe()
+        held.callback(os.close, self.status)
+        given.callback(os.close, self.status_end)
+        os.set_blocking(self.status, False)
+        control, theirs = socket.socketpair()
+        self.control = held.enter_context(control)
+        self.theirs = given.enter_context(theirs)
 
 
 class RunningSandbox:

@@ -16,6 +16,7 @@ from unittest.mock import AsyncMock, Mock
 
 import pytest
 from test_set_aside import Harness, rollout
+from waiting import LONG_S, wait_for
 
 from pipeline.config import UserError
 from pipeline.launch import engine_rank as engine_module
@@ -28,16 +29,8 @@ from pipeline.records import GroupSpec, Outcome, RolloutRecord
 from pipeline.report.store import write_group
 from pipeline.training.checkpoint import CheckpointError
 
-LONG_S = 60.0
 HANG_S = 3.0
 SILENCE_S = 1.5
-
-
-def wait_for(condition: Callable[[], Any]) -> None:
-    deadline = time.monotonic() + LONG_S
-    while not condition():
-        assert time.monotonic() < deadline, "it did not happen"
-        time.sleep(0.01)
 
 
 class Workshop:

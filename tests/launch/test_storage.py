@@ -7,11 +7,11 @@ import json
 import os
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from waiting import LONG_S, wait_for
 
 from pipeline.config import UserError
 from pipeline.launch import storage as storage_module
@@ -21,7 +21,6 @@ from pipeline.report.metrics import begin_metrics, read_metrics
 from pipeline.report.store import append_jsonl, read_jsonl, write_text
 from pipeline.training.checkpoint import CheckpointError
 
-LONG_S = 60.0
 BAD = [errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ESTALE, errno.ENOENT]
 
 
@@ -46,13 +45,6 @@ class Told:
 
     def of(self, kind: str) -> list[str]:
         return [text for of, text in self.news if of == kind]
-
-
-def wait_for(condition: Callable[[], Any]) -> None:
-    deadline = time.monotonic() + LONG_S
-    while not condition():
-        assert time.monotonic() < deadline, "it did not happen"
-        time.sleep(0.005)
 
 
 class Outage:

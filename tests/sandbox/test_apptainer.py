@@ -1,7 +1,7 @@
 """Apptainer's command lines, the cache of images, and which kind of sandbox `auto` takes.
 
 The command lines are kept in apptainer_commands.txt. After a change that is meant:
-    PYTHONPATH=. python tests/sandbox/test_apptainer.py
+    PYTHONPATH=.:tests python tests/sandbox/test_apptainer.py
 What a sandbox does on a real Apptainer is tested with the other kinds, in test_sandbox_*.py.
 """
 
@@ -65,7 +65,7 @@ CASES = {
 
 def rendered() -> str:
     """Every case's command line, an option a line."""
-    parts = [f"Regenerate with: PYTHONPATH=. python tests/sandbox/{Path(__file__).name}"]
+    parts = [f"Regenerate with: PYTHONPATH=.:tests python tests/sandbox/{Path(__file__).name}"]
     for title, (program, image, spec) in CASES.items():
         words = program.command_line(image, spec, Path("/scratch/yoke-0"), (7, 9, 11))
         new_line = [word.startswith("--") or word == str(image.path) for word in words]
