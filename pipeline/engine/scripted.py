@@ -82,21 +82,31 @@ class FakeEngine:
     aborted: int = 0
     running: int = 0
     port: int = 0
+    _connections: set[asyncio.Task[None]] = field(default_factory=set)
 
     @property
     def url(self) -> str:
         return f"http://127.0.0.1:{self.port}"
 
     async def start(self) -> None:
-        self._server = await asyncio.start_server(self._serve, "127.0.0.1", self.port)
+        self._server = await asyncio.start_server(self._accept, "127.0.0.1", self.port)
         self.port = self._server.sockets[0].getsockname()[1]
 
     async def stop(self) -> None:
+        """Close every connection too, those that a client keeps for its next call."""
         self._server.close()
+        for connection in self._connections:
+            connection.cancel()
+        await asyncio.gather(*self._connections, return_exceptions=True)
         await self._server.wait_closed()
 
+    def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        connection = asyncio.get_running_loop().create_task(self._serve(reader, writer))
+        self._connections.add(connection)
+        connection.add_done_callback(self._connections.discard)
+
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
+        with contextlib.closing(writer), contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
             while True:
                 head = (await reader.readuntil(b"\r\n\r\n")).decode()
                 lines = head.lower().split("\r\n")
@@ -111,7 +121,6 @@ class FakeEngine:
                 extra = "".join(f"{name}: {value}\r\n" for name, value in more).encode()
                 writer.write(b"HTTP/1.1 %d X\r\n%bcontent-length: %d\r\n\r\n" % (status, extra, len(data)) + data)
                 await writer.drain()
-        writer.close()
 
     async def _answer(self, path: str, body: Any, reader: asyncio.StreamReader) -> tuple[Any, ...] | None:
         if path == "/v1/models":

@@ -36,8 +36,10 @@ def engine_thread(engine: FakeEngine | None = None) -> Iterator[FakeEngine]:
     try:
         yield engine
     finally:
+        asyncio.run_coroutine_threadsafe(engine.stop(), loop).result(10)
         loop.call_soon_threadsafe(loop.stop)
         thread.join(10)
+        loop.close()
 
 
 @dataclass

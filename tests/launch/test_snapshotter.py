@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from logged import ours
 
 from pipeline.launch import snapshotter
 from pipeline.launch.run_directory import FencedOff, RunDirectory
@@ -120,4 +121,4 @@ def test_a_full_disk_is_told_once_and_tried_again(
     keeper = Snapshotter(path, (run := Run()).take, run.news, lambda: None, every_s=0.0)
     wait_for(path.exists)
     keeper.stop()
-    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert [record.levelname for record in ours(caplog)] == ["WARNING"]
