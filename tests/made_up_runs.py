@@ -126,9 +126,12 @@ def update_metrics(number: int, step_s: float) -> dict[str, float]:
         "pi/pass_rate": 0.55,
         "codex/reward": 0.4,
         "codex/pass_rate": 0.35,
+        "sample/staleness_min": 0.0,
         "sample/staleness_mean": 0.8,
         "sample/staleness_max": 2.0,
         "perf/weight_sync_s": 0.21,
+        "perf/weight_sync/gather_s": 0.05,
+        "perf/weight_sync/load_s": 0.16,
         "perf/rollout_wait_s": 3.0,
         "perf/step_s": step_s,
     }

@@ -11,9 +11,10 @@ import os
 import socket
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 
 HOST = "127.0.0.1"
 GLOO_GROUP_NAME = "yoke-weights"
+PHASES = ("gather", "pause", "transfer", "load", "resume")  # of a push, in this order
 Weights: TypeAlias = "list[tuple[str, Tensor]]"
 T = TypeVar("T")
 
@@ -47,11 +49,27 @@ class TransferError(RuntimeError):
 
 @dataclass(frozen=True)
 class SyncTimings:
-    """Seconds of one push: the engine stood still, the weights travelled and were loaded, all of it."""
+    """Seconds of each phase of one push.
 
-    pause_s: float
-    transfer_s: float
-    total_s: float
+    ``gather``: the trainer puts its weights together, and writes the file of a file transfer. ``pause``: the engine
+    stops. ``transfer``: weights travel, and are loaded as they come. ``load``: the engine takes them into use and
+    forgets old prefixes. ``resume``.
+    """
+
+    phases: Mapping[str, float]
+
+    @property
+    def total_s(self) -> float:
+        return sum(self.phases.values())
+
+    @property
+    def still_s(self) -> float:
+        """How long the engine stood still."""
+        return self.total_s - self.phases["gather"]
+
+    def gathered(self, seconds: float) -> SyncTimings:
+        """The same push, with what the trainer spent before it."""
+        return SyncTimings({**self.phases, "gather": self.phases["gather"] + seconds})
 
 
 def make_transfer(kind: str, engine_url: str, scratch: Path, timeout_s: float) -> Transfer:
@@ -92,6 +110,7 @@ class Transfer(ABC):
         self.scratch = scratch
         self.timeout_s = timeout_s
         self._http = _client(engine_url, timeout_s)
+        self._finish_s = 0.0  # of the latest push, in the engine's last step
 
     @abstractmethod
     def connect(self) -> None:
@@ -121,9 +140,11 @@ class Transfer(ABC):
         self._post("reset_prefix_cache")
         if before_resume is not None:
             before_resume()
+        loaded = time.monotonic()
         self._post("resume")
         resumed = time.monotonic()
-        return SyncTimings(pause_s=resumed - paused, transfer_s=finished - started, total_s=resumed - began)
+        moments = pairwise((began, paused, started, finished - self._finish_s, loaded, resumed))
+        return SyncTimings({name: end - begin for name, (begin, end) in zip(PHASES, moments, strict=True)})
 
     def close(self) -> None:
         """Give connections and files back. The engine is left alone."""
@@ -135,7 +156,13 @@ class Transfer(ABC):
     def _replace(self, weights: Weights, version: PolicyVersion) -> None:
         self._post("start_weight_update")
         self._update(weights, version)
-        self._post("finish_weight_update", json={"weight_version": str(version)})
+        self._finish(str(version))
+
+    def _finish(self, version: str) -> None:
+        """The engine takes what came into use."""
+        begun = time.monotonic()
+        self._post("finish_weight_update", json={"weight_version": version})
+        self._finish_s = time.monotonic() - begun
 
     def _update(self, weights: Weights, version: PolicyVersion) -> None:
         """Make the engine load ``weights``. A transfer that overrides ``_replace`` has no use for it."""
@@ -257,7 +284,7 @@ class NcclTransfer(Transfer):
         from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo, NCCLTrainerWeightTransferEngine
 
         self._source = _NcclSource()
-        self._client = _NcclClient(self._post)
+        self._client = _NcclClient(self._post, self._finish)
         place = NCCLTrainerInitInfo(
             rank=0, master_address=HOST, master_port=_free_port(), world_size=1 + self._world_size()
         )
@@ -299,8 +326,8 @@ class _NcclClient:
 
     version: PolicyVersion | None = None
 
-    def __init__(self, post: Callable[..., None]) -> None:
-        self._post = post
+    def __init__(self, post: Callable[..., None], finish: Callable[[str], None]) -> None:
+        self._post, self._finish = post, finish
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
         self._post("init_weight_transfer_engine", json={"init_info": init_info})
@@ -312,7 +339,7 @@ class _NcclClient:
         self._post("update_weights", json={"update_info": update_info})
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
-        self._post("finish_weight_update", json={"weight_version": weight_version or str(self.version)})
+        self._finish(weight_version or str(self.version))
 
 
 def _description(weights: Weights) -> dict[str, list[Any]]:

@@ -12,6 +12,7 @@ from pipeline.launch.squeue import QueuedJob
 
 FRESH_S = 60.0  # a snapshot of this age still shows that its run is alive
 ERRORS_SHOWN = 6
+PHASE = "perf/weight_sync/"
 OPEN = ("running", "unknown")
 ENDED = ("done", "stopped", "failed")
 Facts = Mapping[str, Any]
@@ -210,8 +211,11 @@ def _metrics(metrics: Facts) -> dict[str, Any]:
                 for name in harnesses
             },
         },
-        "staleness": {"mean": last.get("sample/staleness_mean"), "max": last.get("sample/staleness_max")},
+        "staleness": {name: last.get(f"sample/staleness_{name}") for name in ("min", "mean", "max")},
         "weight_sync_s": last.get("perf/weight_sync_s"),
+        "weight_sync_phases": {
+            name.removeprefix(PHASE).removesuffix("_s"): last[name] for name in last if name.startswith(PHASE)
+        },
         "rollout_wait_s": last.get("perf/rollout_wait_s"),
         "evaluations": metrics["evaluations"],
     }

@@ -122,9 +122,12 @@ class TrainerTeam:
         self.trainer.save(root, state or {}, self.attempt.check_fence)
 
     def _push(self, targets: Sequence[Target], version: PolicyVersion) -> list[Pushed]:
+        began = time.monotonic()
         weights = list(self.trainer.named_weights())  # under ZeRO-3 all ranks gather them, whether they push or not
         own = next((target for target in targets if target.name == f"node{self.node}"), None)
-        pushed = Pushed(own.name, self._push_own(own, weights, version)) if own else None
+        gather_s = time.monotonic() - began
+        timings = self._push_own(own, weights, version) if own else None
+        pushed = Pushed(own.name, timings and timings.gathered(gather_s)) if own else None
         return [result for result in distributed.from_all_ranks(pushed) if result is not None]
 
     def _push_own(self, target: Target, weights: Weights, version: PolicyVersion) -> SyncTimings | None:

@@ -256,11 +256,7 @@ class TrainerRank:
         self.state["rollouts"] += progress.rollouts
         metrics |= rollout_metrics(progress.records)
         if timings is not None:
-            metrics |= {
-                "perf/weight_sync_s": timings.total_s,
-                "perf/weight_sync_pause_s": timings.pause_s,
-                "perf/weight_sync_transfer_s": timings.transfer_s,
-            }
+            metrics |= sync_metrics(timings)
         step_s = waited_s + time.monotonic() - started
         metrics |= {
             "perf/rollout_wait_s": waited_s,
@@ -369,6 +365,12 @@ class TrainerRank:
         self.evaluations.close()
         kept = {key: self.state[key] for key in ("wall_s", "rollouts")}
         self._publish("done", kept | {"set_aside": self.flow.state.set_aside})
+
+
+def sync_metrics(timings: SyncTimings) -> dict[str, float]:
+    """A push as metrics: all of it, how long the engine stood still, and each phase."""
+    phases = {f"perf/weight_sync/{name}_s": seconds for name, seconds in timings.phases.items()}
+    return {"perf/weight_sync_s": timings.total_s, "perf/weight_sync_still_s": timings.still_s, **phases}
 
 
 def _target(engine: Engine) -> Target:

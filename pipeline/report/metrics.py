@@ -99,6 +99,7 @@ def group_metrics(groups: Sequence[TrainGroup], version: PolicyVersion) -> dict[
     ages = [version.n - record.version.n for record in rollouts]
     rows, tokens = _rows(rollouts), _tokens(rollouts)
     values: dict[str, float | None] = {
+        "sample/staleness_min": min(ages, default=None),
         "sample/staleness_mean": _mean(ages),
         "sample/staleness_max": max(ages, default=None),
         "batch/groups_per_step": len(groups),

@@ -156,10 +156,14 @@ def _staleness(status: Status) -> str:
     return _joined(
         [
             f"mean {values['mean']:.1f}, most {_number(values['max'], '.0f')} updates",
-            "" if sync is None else f"weight sync {sync:.2f} s",
+            "" if sync is None else f"weight sync {sync:.2f} s" + _phases(status["weight_sync_phases"]),
             "" if wait is None else f"waited {wait:.1f} s for rollouts",
         ]
     )
+
+
+def _phases(phases: Mapping[str, float]) -> str:
+    return f" ({', '.join(f'{name} {seconds:.2f}' for name, seconds in phases.items())})" if phases else ""
 
 
 def _rollouts(rollouts: Status | None) -> str:

@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file
 
 from pipeline.config import UserError
-from pipeline.engine.transfer import TransferError, make_transfer, set_version, unique_tensors
+from pipeline.engine.transfer import PHASES, TransferError, make_transfer, set_version, unique_tensors
 from pipeline.records import PolicyVersion
 
 
@@ -74,6 +74,7 @@ def engine() -> Iterator[ScriptedEngine]:
     server.server_close()
 
 
+SLOW_S = 0.2
 WEIGHTS = {"a": torch.arange(6.0).view(2, 3), "b": torch.ones(4, dtype=torch.bfloat16)}
 VERSION = PolicyVersion(1, 7)
 
@@ -91,6 +92,28 @@ def test_phases_come_in_order_and_the_callback_before_the_resume(engine: Scripte
         "resume",
     ]
     assert engine.calls[3][1] == {"weight_version": "1.7"}
+
+
+@pytest.mark.parametrize(
+    ("route", "phase"),
+    [
+        ("pause", "pause"),
+        ("update_weights", "transfer"),
+        ("finish_weight_update", "load"),
+        ("reset_prefix_cache", "load"),
+        ("resume", "resume"),
+    ],
+)
+def test_each_phase_is_timed_by_itself(engine: ScriptedEngine, tmp_path: Path, route: str, phase: str) -> None:
+    """The one that is slow is the one that takes long, by far more than a busy machine adds to the others."""
+    engine.faults[route] = SLOW_S
+    timings = make_transfer("file", engine.url, tmp_path, 60).push(WEIGHTS.items(), VERSION)
+    assert tuple(timings.phases) == PHASES
+    assert timings.phases[phase] >= SLOW_S and timings.still_s >= SLOW_S
+    assert min(timings.phases.values()) > 0 and sum(timings.phases.values()) == pytest.approx(timings.total_s)
+    gathered = timings.gathered(100.0)
+    assert gathered.total_s == pytest.approx(timings.total_s + 100.0)
+    assert gathered.still_s == pytest.approx(timings.still_s), "the engine serves meanwhile"
 
 
 def test_file_holds_the_weights_and_only_the_last_one_stays(engine: ScriptedEngine, tmp_path: Path) -> None:

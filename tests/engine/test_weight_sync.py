@@ -23,7 +23,7 @@ from transformers import AutoModelForCausalLM
 
 from pipeline.config import EngineConfig, ModelConfig
 from pipeline.engine.server import SERVED_MODEL_NAME, EngineServer
-from pipeline.engine.transfer import FileTransfer, make_transfer, set_version
+from pipeline.engine.transfer import PHASES, FileTransfer, make_transfer, set_version
 from pipeline.records import PolicyVersion
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
@@ -97,7 +97,8 @@ class Engine:
         transfer.connect()
         timings = transfer.push(policy.named(), version, before_resume)
         transfer.close()
-        assert 0 < timings.transfer_s <= timings.pause_s <= timings.total_s
+        assert tuple(timings.phases) == PHASES and min(timings.phases.values()) > 0
+        assert 0 < timings.still_s < timings.total_s
         assert self.served_version() == str(version)
         return version
 

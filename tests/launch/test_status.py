@@ -111,8 +111,9 @@ def test_a_running_job_is_shown_from_its_coordinator(run: MadeUpRun, slurm: Made
     assert (updates["done"], updates["planned"], updates["seconds_each"]) == (6, 20, 10.0)
     assert 129.0 <= updates["eta_s"] <= 140.0
     assert found["reward"]["harnesses"]["pi"] == {"reward": 0.6, "pass_rate": 0.55}
-    assert found["staleness"] == {"mean": 0.8, "max": 2.0}
+    assert found["staleness"] == {"min": 0.0, "mean": 0.8, "max": 2.0}
     assert found["weight_sync_s"] == 0.21
+    assert found["weight_sync_phases"] == {"gather": 0.05, "load": 0.16}
     assert found["rollouts"]["credits_used"] == 24
     assert found["nodes"] == [NODE | {"shards": 2}]
     assert found["checkpoint"]["newest"] == "000004-update-000004"
