@@ -55,7 +55,8 @@ def test_everything_of_a_running_job(run: MadeUpRun, slurm: MadeUpSlurm) -> None
     assert found["updates"].startswith("6 of 20")
     assert " 10.0 s each · 2:" in found["updates"]
     assert found["reward"] == "0.500 (pass 45%) at update 6 · codex 0.400 (pass 35%) · pi 0.600 (pass 55%)"
-    assert found["staleness"] == "mean 0.8, most 2 updates · weight sync 0.21 s (gather 0.05, load 0.16) · waited 3.0 s for rollouts"
+    sync = "weight sync 0.21 s (gather 0.05, load 0.16)"
+    assert found["staleness"] == f"mean 0.8, most 2 updates · {sync} · waited 3.0 s for rollouts"
     assert found["rollouts"] == "4 in flight · 2 queued · 2 groups out, 1 ready · credits 24 of 96"
     assert found["counts"] == "forks 3 · undelivered 1 · groups trained 36", "what did not happen is left out"
     assert found["checkpoint"].startswith("000004-update-000004, 0:")
