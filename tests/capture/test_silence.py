@@ -73,6 +73,7 @@ def test_a_client_that_leaves_a_started_stream_aborts(tmp_path: Path) -> None:
             body = {"messages": MESSAGES, "stream": True}
             async with http.stream("POST", f"{url}/chat/completions", json=body, headers=HEADERS) as reply:
                 assert reply.status_code == 200
+                await eventually(lambda: engine.running, "the call")
             await eventually(lambda: engine.aborted == 1, "the abort")
             await eventually(lambda: session.counters["aborted"] == 1, "the count")
 
