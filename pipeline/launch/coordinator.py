@@ -18,7 +18,14 @@ from pipeline.launch.overview import EndedGroups, counts_overview, node_overview
 from pipeline.launch.run_directory import Attempt
 from pipeline.launch.storage import Lines, Storage
 from pipeline.records import GroupSpec, Outcome, PolicyVersion, RolloutRecord, TaskRef, TrainGroup
-from pipeline.stages.advantage import configured_reward, enough_graded, score, to_train_group
+from pipeline.stages.advantage import (
+    REWARD_FAILED,
+    configured_reward,
+    enough_graded,
+    reward_failures,
+    score,
+    to_train_group,
+)
 from pipeline.stages.evaluation import Cells
 from pipeline.stages.flow import GroupFlow, ReadyGroup
 from pipeline.stages.outcome import harness_failed
@@ -26,6 +33,7 @@ from pipeline.stages.outcome import harness_failed
 LONG_POLL_S = 5.0
 AUDIT_S = 10.0  # leases are compared this often with what the engine ranks say they have
 ERRORS_KEPT = 5
+REWARD_FAILURES = 3  # groups in a row without a single reward because its function fails, then the run ends
 FLUSH_S = 5.0  # that the end of a run, or a checkpoint, waits for the ledger
 
 
@@ -45,6 +53,7 @@ class Progress:
 
     records: list[RolloutRecord] = field(default_factory=list)
     rollouts: int = 0
+    no_contrast: int = 0  # groups
 
 
 class Coordinator:
@@ -65,7 +74,7 @@ class Coordinator:
         self.engines: dict[str, Engine] = {}  # those whose vLLM is up
         self.seen: dict[str, float] = {}  # engine rank → when it last called
         self.stats: dict[str, dict[str, Any]] = {}
-        self.failure: str | None = None  # why an engine rank gave up
+        self.failure: str | None = None  # why the run cannot go on
         self.mistake = False  # it is the user's to mend
         self.interrupted = False  # someone asked for a checkpoint and the end
         self.end_asked: Callable[[], bool] = lambda: self.interrupted  # by whatever way
@@ -81,6 +90,8 @@ class Coordinator:
         self._changed = threading.Condition(lock)  # what the trainer waits for
         self._supply = threading.Condition(lock)  # what leases wait for: 128 of them wake for nothing in 5 ms
         self._reward = configured_reward(config)
+        self._reward_failures = 0  # groups in a row
+        self._reward_alarmed = False
         self._event_count = 0
         self._ended_groups = EndedGroups()
         self._held: dict[str, frozenset[str]] = {}  # engine rank → groups that it says it works on
@@ -140,7 +151,7 @@ class Coordinator:
     def fail(self, engine: str, reason: str, mistake: bool = False) -> dict[str, Any]:
         """An engine rank cannot go on; the trainer ends the attempt at once, with this reason."""
         with self._changed:
-            self.failure, self.mistake = f"{engine}: {reason}", mistake
+            self.failure, self.mistake = f"engine rank {engine}: {reason}", mistake
             self._changed.notify_all()
         return {}
 
@@ -213,7 +224,9 @@ class Coordinator:
         if not self.flow.holds(group_id, work["lease_id"]):
             return self._note(group_id, "ignored", "its lease had been taken back", engine)
         self._count(records)
-        reasons = "; ".join(sorted({r.verdict.reason for r in records if r.verdict.reward is None}))[:300]
+        self._judge_reward(records)
+        ungraded = [r for r in records if r.verdict.reward is None]
+        reasons = "; ".join(sorted({r.info.get(REWARD_FAILED, r.verdict.reason) for r in ungraded}))[:300]
         if self.flow.judge_harness(work["harness"], harness_failed(records, work["size"]), reasons):
             self._raise_alarm(work["harness"], self.flow.state.set_aside[work["harness"]])
         if not enough_graded(records, work["size"]):
@@ -222,6 +235,7 @@ class Coordinator:
             return self._note(group_id, ending, reasons if again else self.flow.state.ended[group_id][1], engine)
         group = to_train_group(records, work["size"], self.config.algorithm.normalize_std)
         if group is None:
+            self.progress.no_contrast += 1
             self.flow.skip(group_id, "no contrast")
             return self._note(group_id, "skipped", "no contrast", engine)
         self._admit(group, engine)
@@ -239,6 +253,21 @@ class Coordinator:
             passed = record.outcome is Outcome.SOLVED
             differs = record.info.get("tool_calls_differ")
             self.emit("rollout", harness=record.harness, reward=record.verdict.reward, passed=passed, differs=differs)
+
+    def _judge_reward(self, records: tuple[RolloutRecord, ...]) -> None:
+        """A reward function that fails costs its rollouts; one that always does would roll out for nothing, so the run
+        ends.
+        """
+        failures, text = reward_failures(records), f"reward.fn={self.config.reward.fn} failed"
+        if failures and not self._reward_alarmed:
+            self._reward_alarmed = True
+            self.emit("error", text=f"ALARM: {text}, such rollouts are ungraded: {failures[0]}")
+        could = sum(record.verdict.correctness is not None for record in records)
+        if could:
+            self._reward_failures = self._reward_failures + 1 if len(failures) == could else 0
+        if self._reward_failures >= REWARD_FAILURES and self.failure is None:
+            groups = f"on every rollout of {self._reward_failures} groups in a row"
+            self.failure, self.mistake = f"{text} {groups}: {failures[-1]}", True
 
     def _raise_alarm(self, harness: str, reason: str) -> None:
         """A harness was set aside: say so on the terminal and in the ledger, and keep it over a crash."""

@@ -182,6 +182,8 @@ def advantage(config: Config) -> int:
         marked = [replace(r, info=r.info | {"advantage": value}) for r, value in zip(records, values, strict=True)]
         write_group(_stage(run, "advantage") / path.name, marked)
         say(f"{path.stem}: advantages {[None if value is None else round(value, 3) for value in values]}")
+        for why in sorted(set(advantage_stage.reward_failures(records))):
+            say(f"{path.stem}: reward.fn failed, such rollouts are ungraded: {why}")
     return 0
 
 

@@ -197,7 +197,7 @@ class TrainerRank:
         self._check_end()
         self.team.rest()
         if self.coordinator.failure:
-            raise (UserError if self.coordinator.mistake else RuntimeError)(f"engine rank {self.coordinator.failure}")
+            raise (UserError if self.coordinator.mistake else RuntimeError)(self.coordinator.failure)
         if self.storage.lost:
             raise self.storage.lost
         if self.coordinator.checkpoint_wanted or self.saving.due:
@@ -263,6 +263,7 @@ class TrainerRank:
             "perf/step_s": step_s,
             "perf/trained_tok_s_wall_clock": metrics.get("batch/trained_tokens_per_step", 0.0) / step_s,
             "sample/dropped_stale_total": float(dropped),
+            "sample/no_contrast_groups": float(progress.no_contrast),
             "sample/rollout_queue_size": float(len(self.flow.ready)),
             "rollouts_total": float(self.state["rollouts"]),
             "harnesses_set_aside": float(len(self.flow.state.set_aside)),

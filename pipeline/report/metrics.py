@@ -87,6 +87,7 @@ def rollout_metrics(records: Sequence[RolloutRecord]) -> dict[str, float]:
         "tool_calls": mean_tool_calls(records),
         "malformed_rate": malformed_rate(records),
         "ungraded_rate": _mean(float(record.verdict.correctness is None) for record in records),
+        "reward_failed_rate": _mean(float("reward_failed" in record.info) for record in graded(records)),
     }
     for harness, own in by_harness(records).items():
         values |= {f"{harness}/{name}": value for name, value in _harness_values(own).items()}

@@ -8,6 +8,8 @@ overlong term (arXiv 2503.14476, eq. 13) is part of the reward when asked for.
 from __future__ import annotations
 
 import importlib
+import inspect
+import logging
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
@@ -17,7 +19,9 @@ from pipeline.config import Config, UserError
 from pipeline.records import Outcome, RolloutRecord, TrainGroup
 
 RewardFunction = Callable[[RolloutRecord], float | None]
+log = logging.getLogger("yoke.reward")
 
+REWARD_FAILED = "reward_failed"  # in a rollout's info: why the reward function gave it none
 CONTRAST = 1e-9  # rewards closer than this are equal
 STD_EPSILON = 1e-6
 
@@ -28,6 +32,11 @@ def default_reward(outcome: RolloutRecord) -> float | None:
     if correctness is None:
         return None
     return correctness * (1.0 + 0.1 * 15.0 / (15.0 + outcome.verdict.tool_calls))
+
+
+def correctness(outcome: RolloutRecord) -> float | None:
+    """The verifier's word and nothing else: few tool calls earn nothing."""
+    return outcome.verdict.correctness
 
 
 def reward_for_tests(outcome: RolloutRecord) -> float | None:
@@ -76,8 +85,27 @@ def load_reward(fn: str, malformed_is_call: bool = True, malformed_penalty: floa
 
 
 def score(records: Sequence[RolloutRecord], reward: RewardFunction) -> tuple[RolloutRecord, ...]:
-    """The same rollouts with ``verdict.reward`` set by ``reward``; may be repeated with another reward."""
-    return tuple(replace(record, verdict=replace(record.verdict, reward=reward(record))) for record in records)
+    """The same rollouts with ``verdict.reward`` set by ``reward``; may be repeated with another reward.
+
+    Where the function fails the rollout is ungraded, never 0, and its info says why.
+    """
+    return tuple(_scored(record, reward) for record in records)
+
+
+def reward_failures(records: Sequence[RolloutRecord]) -> list[str]:
+    """Why the reward function gave some of these rollouts nothing, one text a rollout."""
+    return [record.info[REWARD_FAILED] for record in records if REWARD_FAILED in record.info]
+
+
+def _scored(record: RolloutRecord, reward: RewardFunction) -> RolloutRecord:
+    info = {key: value for key, value in record.info.items() if key != REWARD_FAILED}
+    try:
+        value = reward(replace(record, info=info))
+    except Exception as error:  # whatever a user's function does costs its rollout only
+        log.warning("rollout %s has no reward: %s", record.rollout_id, error, exc_info=not isinstance(error, UserError))
+        value = None
+        info[REWARD_FAILED] = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
+    return replace(record, verdict=replace(record.verdict, reward=value), info=info)
 
 
 def advantages(group: Sequence[RolloutRecord], normalize_std: bool = False) -> list[float | None]:
@@ -129,12 +157,27 @@ def _resolve(fn: str) -> RewardFunction:
         raise UserError(f"reward.fn = {fn!r} is not of the form package.module:function")
     try:
         module = importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
-        raise UserError(f"reward.fn = {fn!r}: cannot import {module_name}: {error}") from None
+    except Exception as error:  # whatever stands in a user's module
+        hint = "" if not isinstance(error, ModuleNotFoundError) else "; it must be installed or lie on PYTHONPATH"
+        raise UserError(
+            f"reward.fn = {fn!r}: cannot import {module_name}: {type(error).__name__}: {error}{hint}"
+        ) from None
     function = getattr(module, name, None)
     if not callable(function):
         raise UserError(f"reward.fn = {fn!r}: {module_name} has no function {name}")
+    if not _takes_one(function):
+        raise UserError(f"reward.fn = {fn!r} must take one argument, the rollout")
     return function
+
+
+def _takes_one(function: Callable[..., object]) -> bool:
+    try:
+        inspect.signature(function).bind(None)
+    except TypeError:
+        return False
+    except ValueError:  # no signature to look at
+        return True
+    return True
 
 
 def _as_seen(outcome: RolloutRecord, malformed_is_call: bool) -> RolloutRecord:

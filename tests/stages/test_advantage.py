@@ -6,6 +6,7 @@ import sys
 import types
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ from hypothesis import strategies as st
 
 from pipeline.cli import compose_config
 from pipeline.config import UserError
-from pipeline.records import Outcome, PolicyVersion, RolloutRecord, Verdict
+from pipeline.records import Outcome, PolicyVersion, RolloutRecord, Row, Verdict
 from pipeline.stages.advantage import (
     advantages,
     configured_reward,
@@ -23,6 +24,7 @@ from pipeline.stages.advantage import (
     has_contrast,
     load_reward,
     overlong,
+    reward_failures,
     score,
     to_train_group,
 )
@@ -150,6 +152,67 @@ def test_an_answer_that_is_no_finite_number_is_refused(user_module: Callable[...
 def test_a_wrong_reward_name_is_a_user_error(fn: str, said: str) -> None:
     with pytest.raises(UserError, match=said):
         load_reward(fn)
+
+
+@pytest.mark.parametrize(
+    ("source", "said"),
+    [
+        ("def f(outcome) return 1", "SyntaxError"),
+        ("1 / 0", "ZeroDivisionError"),
+        ("from os import nothing_there", "cannot import name"),
+        ("import no_such_thing_at_all", "PYTHONPATH"),
+        ("def f(): return 1.0", "one argument"),
+        ("def f(outcome, config): return 1.0", "one argument"),
+    ],
+)
+def test_a_module_that_cannot_serve_is_a_user_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str, said: str
+) -> None:
+    name = f"broken_rewards_{abs(hash(source))}"
+    (tmp_path / f"{name}.py").write_text(source)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(UserError, match=said) as caught:
+        load_reward(f"{name}:f")
+    assert "\n" not in str(caught.value)
+
+
+def test_a_function_that_fails_leaves_its_rollout_ungraded_with_the_cause(user_module: Callable[..., str]) -> None:
+    def picky(outcome: RolloutRecord) -> float | None:
+        if outcome.index == 3:
+            return None
+        return {0: 2.0, 1: 1.0, 2: 1 / 0 if outcome.index == 2 else 0.0, 4: float("nan")}[outcome.index]
+
+    records = score([rollout(index=index) for index in range(6)], load_reward(user_module(picky)))
+    assert [record.verdict.reward for record in records] == [2.0, 1.0, None, None, None, None], "never 0"
+    causes = reward_failures(records)
+    assert [cause.partition(":")[0] for cause in causes] == [
+        "ZeroDivisionError",
+        "reward.fn = 'user_rewards",
+        "KeyError",
+    ]
+    assert "nan" in causes[1] and records[3].info == {}, "None is an answer"
+    assert advantages(records)[:2] == [pytest.approx(0.5), pytest.approx(-0.5)], "out of the baseline too"
+    made = to_train_group(records[:4], size=4)
+    assert made is not None and len(made.rollouts) == 2, "and out of N"
+    mended = score(records, load_reward(DEFAULT))
+    assert reward_failures(mended) == [] and len(mended) == 6, "another reward forgets it"
+
+
+def test_the_function_sees_the_outcome_and_the_trajectory(user_module: Callable[..., str]) -> None:
+    row = Row(np.arange(5, dtype=np.int32), np.array([False, False, True, True, True]), np.zeros(5, np.float32))
+    record = replace(rollout(tool_calls=3, malformed=1), rows=(row, row), info={"forks": 1})
+
+    def short(outcome: RolloutRecord) -> float:
+        assert outcome.outcome is Outcome.SOLVED and outcome.verdict.tool_calls == 4 and outcome.info["forks"] == 1
+        return 1.0 / sum(part.trained_tokens for part in outcome.rows)
+
+    (scored,) = score([record], load_reward(user_module(short)))
+    assert scored.verdict.reward == pytest.approx(1 / 6) and scored.rows == record.rows
+
+
+def test_the_plain_reward_pays_nothing_for_few_calls() -> None:
+    reward = configured_reward(compose_config(["+experiment=smoke", "reward=plain"]))
+    assert [reward(rollout(correctness=c, tool_calls=n)) for c, n in [(1.0, 0), (1.0, 99), (0.5, 0)]] == [1.0, 1.0, 0.5]
 
 
 def test_scoring_replaces_rewards_and_may_be_repeated() -> None:
