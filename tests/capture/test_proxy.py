@@ -173,7 +173,7 @@ def test_a_client_that_leaves_aborts_its_call(proxies: Proxies) -> None:
                 with pytest.raises(httpx.ReadTimeout):
                     body = {"messages": USER, "stream": stream}
                     headers = {"authorization": "Bearer k"}
-                    await harness.http.post("/chat/completions", json=body, headers=headers, timeout=0.3)
+                    await harness.http.post("/chat/completions", json=body, headers=headers, timeout=1.0)
             await eventually(lambda: proxy.engine.aborted == 2 and not proxy.engine.running, "the aborts")
             assert (await harness.message(USER))["content"] == "ok"
             trace = await proxy.supervisor.close_session("k")

@@ -199,7 +199,7 @@ def test_a_client_that_leaves_aborts_its_call_upstream(proxies: Proxies) -> None
         async with text(proxies, upstream) as proxy, proxy.session("k") as harness:
             with pytest.raises(httpx.ReadTimeout):
                 headers = {"authorization": "Bearer k"}
-                await harness.http.post("/chat/completions", json={"messages": USER}, headers=headers, timeout=0.5)
+                await harness.http.post("/chat/completions", json={"messages": USER}, headers=headers, timeout=1.0)
             await eventually(lambda: upstream.aborted == 1, "the abort")
             upstream.delay_s = 0
             assert (await harness.message(USER))["content"] == "ok"

@@ -128,7 +128,7 @@ def test_a_client_that_times_out_aborts_its_call(proxies: Proxies, sdk: type[Sdk
             client.say("wait")
             for stream in (False, True):
                 proxy.engine.script.append(Scripted("late", delay_s=20))
-                slow = sdk(harness, timeout_s=0.4, history=list(client.history))
+                slow = sdk(harness, timeout_s=1.0, history=list(client.history))
                 started = time.monotonic()
                 with pytest.raises(client.errors["timeout"]):
                     await slow.turn(stream)
