@@ -238,6 +238,15 @@ def check_algorithm(algorithm: AlgorithmConfig) -> None:
 
 
 @dataclass
+class LoraConfig:
+    """Low-rank adapters (docs/lora.md): they are trained, the model itself stays as it is."""
+
+    rank: int | None = None  # null = no adapters, every weight is trained
+    alpha: float = 32.0  # an adapter's product is multiplied by alpha / rank
+    targets: list[str] = field(default_factory=list)  # names of linear layers; [] = all but the output head
+
+
+@dataclass
 class TrainingConfig:
     """How many updates, optimiser, DeepSpeed and checkpoints."""
 
@@ -254,6 +263,7 @@ class TrainingConfig:
     checkpoint_every: int = 4
     keep_checkpoints: int = 2
     gradient_checkpointing: bool = False
+    lora: LoraConfig = field(default_factory=LoraConfig)
 
 
 @dataclass

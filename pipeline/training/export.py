@@ -13,14 +13,22 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from pipeline.training import checkpoint
+from pipeline.config import LoraConfig
+from pipeline.training import checkpoint, lora
 
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".safetensors.index.json", ".bin.index.json")
 
 
-def write_model(model: PreTrainedModel, weights: Mapping[str, Tensor], source: Path, place: Path) -> None:
-    """Fill the directory ``place`` with ``weights`` and with what ``source``, the base model, has besides weights."""
+def write_model(
+    model: PreTrainedModel, weights: Mapping[str, Tensor], adapter: Mapping[str, Tensor], source: Path, place: Path
+) -> None:
+    """Fill the directory ``place`` with ``weights`` and with what ``source``, the base model, has besides weights.
+
+    An ``adapter`` that is not empty, merged into the weights already, gets a folder of its own.
+    """
     model.save_pretrained(place, state_dict=dict(weights))
+    if adapter:
+        lora.write_adapter(model, adapter, source, place / lora.ADAPTER_DIRECTORY)
     for path in source.iterdir():
         if path.is_file() and not path.name.endswith(WEIGHT_SUFFIXES) and path.name != checkpoint.MANIFEST:
             shutil.copyfile(path, place / path.name)
@@ -39,10 +47,19 @@ def export_checkpoint(model_path: str, trained: Path, target: Path, dtype: str) 
 
     source = resolve_model(model_path)
     model = load_model(source, getattr(torch, dtype))
+    settings = LoraConfig(**checkpoint.read_json(trained / checkpoint.STATE_FILE)["lora"])
+    if settings.rank is not None:
+        lora.attach(model, settings)
     found = _read_weights(trained, ENGINE_TAG)
-    weights = {name: found[name].to(value.dtype) for name, value in model.named_parameters()}
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.requires_grad:
+                parameter.copy_(found[name])
+    whole, adapter = (
+        {weight.name: weight.value() for weight in part} for part in (lora.weights(model), lora.adapter_weights(model))
+    )
     draft = checkpoint.partial_path(target)
-    checkpoint.write_atomically(draft, lambda place: write_model(model, weights, source, place))
+    checkpoint.write_atomically(draft, lambda place: write_model(model, whole, adapter, source, place))
     settle(draft, target)
 
 
@@ -52,7 +69,7 @@ def _read_weights(trained: Path, tag: str) -> dict[str, Tensor]:
 
     try:
         with redirect_stdout(StringIO()):
-            found = get_fp32_state_dict_from_zero_checkpoint(str(trained), tag)
+            found = get_fp32_state_dict_from_zero_checkpoint(str(trained), tag, exclude_frozen_parameters=True)
     except (OSError, ValueError, RuntimeError, KeyError) as error:
         raise checkpoint.CheckpointError(f"{trained} cannot be read: {error}") from error
     return {name.removeprefix("model."): value for name, value in found.items()}

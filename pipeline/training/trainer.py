@@ -16,7 +16,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, redirect_stdout
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,7 @@ from transformers.utils import logging as transformers_logging
 
 from pipeline.config import AlgorithmConfig, TrainingConfig, UserError, check_algorithm
 from pipeline.records import PolicyVersion, TrainGroup
-from pipeline.training import checkpoint, distributed
+from pipeline.training import checkpoint, distributed, lora
 from pipeline.training.batch import (
     Minibatch,
     RowBatch,
@@ -85,6 +85,8 @@ class Trainer:
         self.policy_version: PolicyVersion | None = None
         self.source = resolve_model(model_path)
         model = load_model(self.source, torch.bfloat16 if self.device.type == "cuda" else torch.float32)
+        if training.lora.rank is not None:
+            lora.attach(model, training.lora)
         self.policy = PolicyModel(model, temperature, training.gradient_checkpointing)
         self.engine = make_engine(self.policy, training)
 
@@ -226,6 +228,7 @@ class Trainer:
     def _write(self, partial: Path, state: dict[str, Any]) -> str | None:
         """This rank's files; returns what went wrong, so that no rank is left waiting for another."""
         own = {"updates": self.updates, "ranks": self.ranks, "zero_stage": self.training.zero_stage, "state": state}
+        own["lora"] = asdict(self.training.lora)
         failure: str | None = None
         try:
             partial.mkdir(exist_ok=True)
@@ -238,7 +241,9 @@ class Trainer:
             return failure
         try:
             with _late_failures(self.engine.checkpoint_engine):
-                self.engine.save_checkpoint(str(partial), tag=ENGINE_TAG, save_latest=False)
+                self.engine.save_checkpoint(
+                    str(partial), tag=ENGINE_TAG, save_latest=False, exclude_frozen_parameters=self._adapters_only
+                )
             checkpoint.sync_tree(partial)
         except checkpoint.WRITE_FAILURES as error:
             return _text(error)
@@ -253,12 +258,13 @@ class Trainer:
         if path is None:
             return {}
         own = checkpoint.read_json(path / checkpoint.STATE_FILE)
-        for name, here in (("ranks", self.ranks), ("zero_stage", self.training.zero_stage)):
+        same = {"ranks": self.ranks, "zero_stage": self.training.zero_stage, "lora": asdict(self.training.lora)}
+        for name, here in same.items():
             if own[name] != here:
                 raise checkpoint.CheckpointError(
                     f"{path} was written with {name}={own[name]}, this run has {name}={here}"
                 )
-        loaded, _ = self.engine.load_checkpoint(str(path), tag=ENGINE_TAG)
+        loaded, _ = self.engine.load_checkpoint(str(path), tag=ENGINE_TAG, load_module_strict=not self._adapters_only)
         if loaded is None:
             raise checkpoint.CheckpointError(f"DeepSpeed found nothing to load in {path}")
         self.updates = own["updates"]
@@ -266,33 +272,49 @@ class Trainer:
         state: dict[str, Any] = own["state"]
         return state
 
-    def named_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Name and value of each parameter as the model's own checkpoint names it; a tied head is the embedding only.
+    @property
+    def _adapters_only(self) -> bool:
+        """Whether the model itself is frozen."""
+        return self.training.lora.rank is not None
 
+    def named_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Name and value of each weight that an engine with the base model lacks, as that model's checkpoint names it.
+
+        All of them, or with LoRA those of the blocks that hold adapters, merged; a tied head is the embedding only.
         Under ZeRO-3 each tensor is gathered while it is yielded, so every rank must exhaust the iterator.
         """
-        for name, parameter in self.policy.model.named_parameters():
-            with self._gathered(parameter):
-                yield name, parameter.detach()
+        yield from self._values(lora.changed_weights(self.policy.model))
 
-    def _gathered(self, parameter: nn.Parameter) -> Any:
+    def _values(self, weights: Sequence[lora.Weight]) -> Iterator[tuple[str, Tensor]]:
+        for weight in weights:
+            with self._gathered(weight.parameters):
+                yield weight.name, weight.value()
+
+    def _gathered(self, parameters: Sequence[nn.Parameter]) -> Any:
         if self.training.zero_stage < 3:
             return nullcontext()
         import deepspeed
 
-        return deepspeed.zero.GatheredParameters([parameter])
+        return deepspeed.zero.GatheredParameters(list(parameters))
 
     def export(self, target: Path) -> None:
-        """Write a Hugging Face directory that transformers and vLLM load, whole or not at all (CheckpointError)."""
-        weights = {
-            name: value.detach().to("cpu", copy=self.training.zero_stage == 3).contiguous()
-            for name, value in self.named_weights()
-        }
+        """Write a Hugging Face directory that transformers and vLLM load, whole or not at all (CheckpointError).
+
+        With LoRA it holds the merged model, and the adapter by itself in the folder ``adapter``.
+        """
+        model = self.policy.model
+        whole, adapter = (
+            {
+                name: value.detach().to("cpu", copy=self.training.zero_stage == 3).contiguous()
+                for name, value in self._values(part)
+            }
+            for part in (lora.weights(model), lora.adapter_weights(model))
+        )
         error = None
         if self.rank == 0:
             try:
                 checkpoint.write_atomically(
-                    target, lambda partial: write_model(self.policy.model, weights, self.source, partial)
+                    target, lambda partial: write_model(model, whole, adapter, self.source, partial)
                 )
             except checkpoint.CheckpointError as failure:
                 error = str(failure)
@@ -310,6 +332,8 @@ def check_training(training: TrainingConfig) -> None:
         raise UserError("training.decay_fraction and training.min_lr_ratio must lie in [0, 1]")
     if training.token_budget < 1 or training.threads < 1:
         raise UserError("training.token_budget and training.threads must be at least 1")
+    if training.lora.rank is not None and (training.lora.rank < 1 or training.lora.alpha <= 0):
+        raise UserError("training.lora.rank must be at least 1 (or null: no adapters) and training.lora.alpha above 0")
 
 
 def learning_rate(training: TrainingConfig, update: int, total: int) -> float:
@@ -350,7 +374,7 @@ def make_engine(policy: PolicyModel, training: TrainingConfig) -> Any:
     import deepspeed
 
     optimizer = torch.optim.AdamW(
-        policy.parameters(),
+        [parameter for parameter in policy.parameters() if parameter.requires_grad],
         lr=training.learning_rate,
         betas=(training.betas[0], training.betas[1]),
         weight_decay=training.weight_decay,
