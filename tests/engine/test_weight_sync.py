@@ -16,15 +16,19 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from pipeline.config import EngineConfig, ModelConfig
+from pipeline.config import AlgorithmConfig, EngineConfig, LoraConfig, ModelConfig, TrainingConfig
 from pipeline.engine.server import SERVED_MODEL_NAME, EngineServer
 from pipeline.engine.transfer import PHASES, FileTransfer, make_transfer, set_version
-from pipeline.records import PolicyVersion
+from pipeline.records import PolicyVersion, Row
+from pipeline.training.batch import RowBatch, WeightedRow, collate
+from pipeline.training.lora import adapter_weights
+from pipeline.training.trainer import Trainer
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -177,6 +181,36 @@ def test_sync_with_a_call_in_flight(engine: Engine, kind: str) -> None:
     ):
         error = float(policy.errors(PREFIX, finished)[part].max())
         assert report(f"{kind}, the call in flight, tokens {what} the sync", error) < TOLERANCE
+
+
+def test_the_blocks_with_adapters_are_all_that_must_travel(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On top of the base model; then from one version of the adapter to the next."""
+    engine.push("file", engine.old)
+    # a part of a matrix that vLLM fuses; a part of a convolution
+    target = {"qwen3": "v_proj", "lfm2": "in_proj"}[engine.old.model.config.model_type]
+    settings = TrainingConfig(lora=LoraConfig(rank=4, targets=[target]))
+    trainer = Trainer(engine.old.directory, settings, AlgorithmConfig(), seed=0, total_updates=1)
+    for seed in (1, 2):
+        torch.manual_seed(seed)
+        for weight in adapter_weights(trainer.policy.model):
+            torch.nn.init.normal_(weight.base, std=0.3)
+        merged = list(trainer.named_weights())
+        assert 0 < len(merged) < len(engine.old.tensors)
+        monkeypatch.setattr(engine.new, "named", lambda merged=merged: merged)
+        version = engine.push("file", engine.new)
+        answer = engine.generate(PREFIX[:40], tokens=64, salt=str(version))
+        assert report("adapter", trainer_error(trainer, PREFIX[:40], answer)) < TOLERANCE
+        assert engine.old.error(PREFIX[:40], answer) > 0.1
+
+
+@torch.no_grad()
+def trainer_error(trainer: Trainer, prompt: list[int], answer: dict[str, Any]) -> float:
+    """max |Δ| between the engine's logprobs and those of the trainer's own forward, whose adapters are not merged."""
+    ids = np.array([*prompt, *answer["token_ids"]], dtype=np.int32)
+    served = np.array([token["logprob"] for token in answer["logprobs"]["content"]], dtype=np.float32)
+    row = Row(ids, np.arange(len(ids)) >= len(prompt), np.concatenate([np.zeros(len(prompt), np.float32), served]))
+    micro = collate(RowBatch((WeightedRow(row, 1.0, 1.0, True, "r", 0),), trainer.policy.packs, len(ids)))
+    return float((trainer.policy(micro)[0] - micro.behaviour).abs().max())
 
 
 class ForgetfulTransfer(FileTransfer):

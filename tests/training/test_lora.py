@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 from training_helpers import random_groups, save_model
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from pipeline.cli import compose_config
 from pipeline.config import AlgorithmConfig, LoraConfig, TrainingConfig, UserError
 from pipeline.records import Row, TrainGroup
 from pipeline.training import batch, forward, lora
@@ -217,3 +218,9 @@ def test_bfloat16_is_merged_in_float32_and_rounded_once() -> None:
     exact = base.double() + 0.5 * up.double() @ down.double()
     merged = lora.Weight("w", base, (down, up), 0.5).value()
     assert torch.equal(merged, exact.bfloat16())
+
+
+def test_adapters_are_asked_for_by_their_rank() -> None:
+    assert compose_config([]).training.lora == LoraConfig(rank=None)
+    words = ["training.lora.rank=16", "training.lora.alpha=32", "training.lora.targets=[q_proj,v_proj]"]
+    assert compose_config(words).training.lora == LoraConfig(16, 32.0, ["q_proj", "v_proj"])
