@@ -1,4 +1,4 @@
-"""`yoke stop RUN`: asks a run for a checkpoint and the end, and waits until it has ended.
+"""`yoke stop RUN`: asks a run, or all runs of a sweep, for a checkpoint and the end, and waits until they have ended.
 
 The coordinator is asked first; where it does not answer, the run's Slurm job gets USR1, which means the same. What has
 not begun is cancelled.
@@ -32,10 +32,19 @@ Status = Mapping[str, Any]
 def run(config: Config, words: Sequence[str]) -> int:
     """The job. Exit code 0: it does not run (any more); 1: it still did when the time was up."""
     names, timeout_s = _parse(words)
-    runs = find_runs(run_root(config, names))
-    if len(runs) > 1:
-        raise UserError(f"this is a sweep: stop its runs one by one: {', '.join(run.root.name for run in runs)}")
-    return Stopper(runs[0]).stop(timeout_s)
+    return stop_all([Stopper(run, timeout_s) for run in find_runs(run_root(config, names))])
+
+
+def stop_all(stoppers: Sequence[Stopper]) -> int:
+    """Ask each run to end and wait for all of them. Returns the highest of their exit codes."""
+    watch, codes = Watch([stopper.run for stopper in stoppers]), dict[Stopper, int]()
+    while True:
+        for stopper, status in zip(stoppers, watch.look(), strict=True):
+            if stopper not in codes and (code := stopper.go_on(status)) is not None:
+                codes[stopper] = code
+        if len(codes) == len(stoppers):
+            return max(codes.values())
+        time.sleep(POLL_S)
 
 
 def _parse(words: Sequence[str]) -> tuple[list[str], float | None]:
@@ -62,32 +71,31 @@ def _seconds(text: str) -> float:
 class Stopper:
     """Asks one run to end, each attempt once, and waits for it."""
 
-    def __init__(self, run: RunWatcher) -> None:
-        self._run = run
-        self._watch = Watch([run])
-        self._asked: set[tuple[str, Any]] = set()  # (how, what) that worked
-
-    def stop(self, timeout_s: float | None = None) -> int:
+    def __init__(self, run: RunWatcher, timeout_s: float | None = None) -> None:
         """``timeout_s``: by default the time that a warning before a time limit gives, and a minute."""
-        began = told = time.monotonic()
-        failed = 0
-        while True:
-            status = self._watch.look()[0]
-            failed = failed + 1 if status["state"] == "failed" else 0
-            if status["state"] in (*ENDED, "not started") and not 0 < failed < FAILED_LOOKS:
-                return self._ended(status)
-            limit_s = timeout_s if timeout_s is not None else self._default_s()
-            self._ask(status)
-            now = time.monotonic()
-            if now - began >= limit_s:
-                return _give_up(status, now - began)
-            if now - told >= TELL_S:
-                told = now
-                _say(f"… still {_doing(status)} after {now - began:.0f} s (at most {limit_s:.0f})")
-            time.sleep(POLL_S)
+        self.run = run
+        self._timeout_s = timeout_s
+        self._asked: set[tuple[str, Any]] = set()  # (how, what) that worked
+        self._began = self._told = time.monotonic()
+        self._failed = 0  # looks one after the other
+
+    def go_on(self, status: Status) -> int | None:
+        """One look at the run: asks it where it has to be asked. Returns the exit code once it is over."""
+        self._failed = self._failed + 1 if status["state"] == "failed" else 0
+        if status["state"] in (*ENDED, "not started") and not 0 < self._failed < FAILED_LOOKS:
+            return self._ended(status)
+        limit_s = self._timeout_s if self._timeout_s is not None else self._default_s()
+        self._ask(status)
+        now = time.monotonic()
+        if now - self._began >= limit_s:
+            return _give_up(status, now - self._began)
+        if now - self._told >= TELL_S:
+            self._told = now
+            _say(f"{status['run']} is still {_doing(status)} after {now - self._began:.0f} s (at most {limit_s:.0f})")
+        return None
 
     def _default_s(self) -> float:
-        return float(self._run.facts["settings"]["signal_s"] or 0.0) + AFTER_WARNING_S
+        return float(self.run.facts["settings"]["signal_s"] or 0.0) + AFTER_WARNING_S
 
     def _ended(self, status: Status) -> int:
         name, state, why = status["run"], status["state"], f" ({status['reason']})" if status["reason"] else ""
@@ -111,15 +119,15 @@ class Stopper:
             self._once("cancel", job["id"], lambda: cancel(job["id"]), f"job {job['id']} is taken out of the queue")
         elif job.get("id") == newest.get("slurm") and newest.get("ending") not in OPEN:
             return  # it has ended, and its job is about to
-        elif self._run.may_answer and self._once("interrupt", attempt, self._interrupt, "asked it to stop"):
+        elif self.run.may_answer and self._once("interrupt", attempt, self._interrupt, "asked it to stop"):
             return
         elif job.get("kind") == "slurm":
             self._once("signal", (job["id"], attempt), lambda: ask_job_to_stop(job["id"]), f"signalled job {job['id']}")
-        elif job.get("alive") and not self._run.facts["address"]:
+        elif job.get("alive") and not self.run.facts["address"]:
             self._once("kill", attempt, lambda: os.kill(job["pid"], signal.SIGINT), "it had not begun: ended it")
 
     def _interrupt(self) -> None:
-        self._run.call("interrupt", INTERRUPT_S)
+        self.run.call("interrupt", INTERRUPT_S)
 
     def _once(self, how: str, what: Any, act: Any, words: str) -> bool:
         """Whether this was done, now or before."""
@@ -128,7 +136,8 @@ class Stopper:
         with suppress(RpcError, QueueSilent, ProcessLookupError):
             act()
             self._asked.add((how, what))
-            _say(f"{words}; it ends after a checkpoint …" if how in ("interrupt", "signal") else words)
+            after = "; it ends after a checkpoint …" if how in ("interrupt", "signal") else ""
+            _say(f"{self.run.root.name}: {words}{after}")
         return (how, what) in self._asked
 
 

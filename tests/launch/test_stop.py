@@ -8,17 +8,20 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import pytest
 from made_up_runs import MadeUpRun, MadeUpSlurm
 from run_helpers import ENVIRONMENT, processes, start
+from waiting import wait_for
 
 from pipeline.cli import main
 from pipeline.launch import stop
 from pipeline.launch.processes import job_of
 from pipeline.launch.status import RunWatcher, Watch
-from pipeline.launch.stop import Stopper
+from pipeline.launch.stop import Stopper, stop_all
+from pipeline.launch.sweep_points import RECORD
 
 UPDATES = 6
 REAL = [
@@ -92,7 +95,7 @@ def test_a_local_run_is_asked_and_waited_for(
         code, out, error = yoke_stop(capsys, run)
     assert (code, error, calls) == (0, "", ["interrupt"])
     assert out == [
-        "asked it to stop; it ends after a checkpoint …",
+        "run: asked it to stop; it ends after a checkpoint …",
         f"{run.root}: stopped (stopped as asked, after a checkpoint); its checkpoint is of update 7. "
         "The same `yoke train` command goes on from there.",
     ]
@@ -123,7 +126,7 @@ def test_a_local_run_that_has_not_begun_is_ended(
 ) -> None:
     run.attempt(job_of(process.pid))
     code, out, _ = yoke_stop(capsys, run, "--timeout", "30")
-    assert (code, out[0]) == (0, "it had not begun: ended it")
+    assert (code, out[0]) == (0, "run: it had not begun: ended it")
     assert out[1].endswith("it had no checkpoint yet. The same `yoke train` command goes on from there.")
 
 
@@ -140,7 +143,7 @@ def test_a_run_that_its_launcher_starts_again_is_stopped_then(
 
     monkeypatch.setattr(stop.time, "sleep", pause)
     code, out, _ = yoke_stop(capsys, run, "--timeout", "30")
-    assert (code, out[0]) == (0, "it had not begun: ended it")
+    assert (code, out[0]) == (0, "run: it had not begun: ended it")
 
 
 def test_a_queued_job_is_cancelled(run: MadeUpRun, slurm: MadeUpSlurm, capsys: pytest.CaptureFixture[str]) -> None:
@@ -149,7 +152,7 @@ def test_a_queued_job_is_cancelled(run: MadeUpRun, slurm: MadeUpSlurm, capsys: p
     slurm.program("scancel", f'echo "$@" >> {slurm.calls}; sed -i s/PENDING/CANCELLED/ {slurm.queue}')
     code, out, _ = yoke_stop(capsys, run)
     assert (code, slurm.calls.read_text()) == (0, "4711\n")
-    assert out[0] == "job 4711 is taken out of the queue"
+    assert out[0] == "run: job 4711 is taken out of the queue"
 
 
 def test_a_job_whose_coordinator_is_out_of_reach_gets_a_signal(
@@ -165,7 +168,7 @@ def test_a_job_whose_coordinator_is_out_of_reach_gets_a_signal(
     )
     code, out, _ = yoke_stop(capsys, run)
     assert (code, slurm.calls.read_text()) == (0, "--signal=USR1 4711\n")
-    assert out[0] == "signalled job 4711; it ends after a checkpoint …"
+    assert out[0] == "run: signalled job 4711; it ends after a checkpoint …"
 
 
 def test_a_reachable_coordinator_spares_the_signal_and_the_job_is_waited_for(
@@ -224,6 +227,36 @@ def test_wrong_words_are_told(run: MadeUpRun, capsys: pytest.CaptureFixture[str]
     assert said in error
 
 
+def test_all_runs_of_a_sweep_are_stopped_together(
+    tmp_path: Path, slurm: MadeUpSlurm, process: subprocess.Popen[bytes], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One is asked and takes its time, one is taken out of the queue meanwhile, one has not begun."""
+    sweep = MadeUpRun(tmp_path / "sweep-two")
+    runs = [MadeUpRun(sweep.root / name) for name in ("seed-1", "seed-2", "seed-3")]
+    points = [{"name": run.root.name, "overrides": []} for run in runs]
+    (sweep.root / RECORD).write_text(json.dumps({"points": points}))
+    runs[1].submitted("4711")
+    slurm.job("4711", "PENDING")
+    slurm.program("scancel", f'echo "$@" >> {slurm.calls}; sed -i s/PENDING/CANCELLED/ {slurm.queue}')
+    attempt = runs[0].attempt(job_of(process.pid))
+    calls: list[str] = []
+
+    def end() -> None:
+        Thread(target=late, daemon=True).start()
+
+    def late() -> None:
+        wait_for(lambda: slurm.calls.read_text())
+        attempt.publish("stopped", {"checkpoint": False})
+        process.kill()
+        process.wait()
+
+    with runs[0].coordinator(attempt, interrupt=noting(calls, end)):
+        code, out, _ = yoke_stop(capsys, sweep)
+    assert (code, calls, slurm.calls.read_text()) == (0, ["interrupt"], "4711\n")
+    assert sum("it had no checkpoint yet" in line for line in out) == 2, "both, each once"
+    assert f"{runs[2].root} is not running: not started" in out
+
+
 # --- a real run
 
 
@@ -251,7 +284,7 @@ def test_a_real_run_is_watched_stopped_and_resumed(tmp_path: Path) -> None:
     launcher = start(run_dir, *REAL)
     try:
         now = await_update(watch, 1, launcher)
-        assert Stopper(RunWatcher(run_dir)).stop() == 0
+        assert stop_all([Stopper(RunWatcher(run_dir))]) == 0
         check_a_run_that_was_on(run_dir, now)
         assert launcher.wait(COMMAND_S) == 130, "the command that showed the run ends too, and starts nothing again"
         assert list(processes(run_dir)) == []
