@@ -18,6 +18,7 @@ LOSSES = ("ppo_clip", "gspo", "cispo")
 AGGREGATIONS = ("group_mean", "rollout_mean", "token_mean", "constant")
 CORRECTIONS = ("importance", "tis", "mask")
 CORRECTION_UNITS = ("token", "rollout")
+OFFLOADS = {"none": (0, 1, 2, 3), "optimizer": (1, 2, 3), "all": (3,)}  # training.offload → ZeRO stages that can
 HOME_VARIABLE = "YOKE_HOME"
 
 
@@ -257,13 +258,36 @@ class TrainingConfig:
     betas: list[float] = field(default_factory=lambda: [0.9, 0.95])
     weight_decay: float = 0.0
     max_grad_norm: float = 1.0
-    zero_stage: int = 1
+    zero_stage: int = 1  # 0 | 1 | 2 | 3: what the ranks share instead of each having it whole (docs/training.md)
+    offload: str = "none"  # kept in CPU memory: none | optimizer | all (the parameters too; zero_stage=3)
     token_budget: int = 8192  # tokens of one forward, padding included (docs/packing.md)
     threads: int = 1
     checkpoint_every: int = 4
     keep_checkpoints: int = 2
     gradient_checkpointing: bool = False
     lora: LoraConfig = field(default_factory=LoraConfig)
+
+
+def check_training(training: TrainingConfig) -> None:
+    """Refuse, with a UserError, numbers and combinations that cannot work."""
+    stages = OFFLOADS.get(training.offload)
+    if stages is None:
+        raise UserError(f"training.offload={training.offload} is not known; choose one of {', '.join(OFFLOADS)}")
+    if training.zero_stage not in OFFLOADS["none"]:
+        raise UserError(f"training.zero_stage={training.zero_stage} is not known; choose 0, 1, 2 or 3")
+    if training.zero_stage not in stages:
+        raise UserError(
+            f"training.offload={training.offload} works with training.zero_stage={' or '.join(map(str, stages))}, "
+            f"not {training.zero_stage}: DeepSpeed would leave everything where it is"
+        )
+    if not 0 <= training.decay_fraction <= 1 or not 0 <= training.min_lr_ratio <= 1:
+        raise UserError("training.decay_fraction and training.min_lr_ratio must lie in [0, 1]")
+    if training.token_budget < 1 or training.threads < 1:
+        raise UserError("training.token_budget and training.threads must be at least 1")
+    if training.lora.rank is not None and (training.lora.rank < 1 or training.lora.alpha <= 0):
+        raise UserError("training.lora.rank must be at least 1 (or null: no adapters) and training.lora.alpha above 0")
+    if training.max_grad_norm < 0:
+        raise UserError(f"training.max_grad_norm={training.max_grad_norm:g} must be 0 (never clip) or more")
 
 
 @dataclass

@@ -8,7 +8,7 @@ from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
 
-from pipeline.config import ClusterConfig, Config, UserError, check_algorithm
+from pipeline.config import ClusterConfig, Config, UserError, check_algorithm, check_training
 from pipeline.engine.device import transfer_kind
 from pipeline.engine.server import reserve_port
 from pipeline.harness.base import HarnessRecipe, get_harness, harness_root
@@ -34,6 +34,7 @@ def check_settings(config: Config, port_is_ours: bool = False) -> str:
     _check_numbers(config)
     _check_names(config)
     check_algorithm(config.algorithm)
+    check_training(config.training)
     _check_model(config)
     _check_harnesses(config)
     _check_place(Path(config.run_dir))
@@ -122,7 +123,6 @@ def _check_names(config: Config) -> None:
     known: dict[str, tuple[object, Collection[object]]] = {
         "cluster.name": (config.cluster.name, ("local", "slurm", "allocation")),
         "tasks.kind": (config.tasks.kind, ("generated", "harbor")),
-        "training.zero_stage": (config.training.zero_stage, (1, 2, 3)),
         "model.dtype": (config.model.dtype, ("float32", "bfloat16", "float16")),
         "logging.wandb": (config.logging.wandb, ("offline", "online", "disabled")),
     }

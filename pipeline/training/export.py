@@ -64,15 +64,27 @@ def export_checkpoint(model_path: str, trained: Path, target: Path, dtype: str) 
 
 
 def _read_weights(trained: Path, tag: str) -> dict[str, Tensor]:
-    """By the model's own names, in float32; DeepSpeed's converter reads every ZeRO stage."""
-    from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
-
+    """By the model's own names; in float32 but for stage 0, where one file has them as they are."""
     try:
-        with redirect_stdout(StringIO()):
-            found = get_fp32_state_dict_from_zero_checkpoint(str(trained), tag, exclude_frozen_parameters=True)
+        if checkpoint.read_json(trained / checkpoint.STATE_FILE)["zero_stage"] == 0:
+            whole = trained / tag / "mp_rank_00_model_states.pt"
+            found = torch.load(whole, map_location="cpu", mmap=True, weights_only=False)["module"]
+        else:
+            found = _consolidated(trained, tag)
     except (OSError, ValueError, RuntimeError, KeyError) as error:
         raise checkpoint.CheckpointError(f"{trained} cannot be read: {error}") from error
     return {name.removeprefix("model."): value for name, value in found.items()}
+
+
+def _consolidated(trained: Path, tag: str) -> Mapping[str, Tensor]:
+    """From the shards of all ranks, by DeepSpeed's own converter."""
+    from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+
+    with redirect_stdout(StringIO()):
+        found: Mapping[str, Tensor] = get_fp32_state_dict_from_zero_checkpoint(
+            str(trained), tag, exclude_frozen_parameters=True
+        )
+    return found
 
 
 def settle(draft: Path, target: Path) -> None:

@@ -7,15 +7,12 @@ is one optimizer step. Losses that need the policy before an update or a step ge
 
 from __future__ import annotations
 
-import io
 import json
-import logging
 import math
 import shutil
 import time
-import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext, redirect_stdout
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -26,7 +23,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
-from pipeline.config import AlgorithmConfig, TrainingConfig, UserError, check_algorithm
+from pipeline.config import AlgorithmConfig, TrainingConfig, UserError, check_algorithm, check_training
 from pipeline.records import PolicyVersion, TrainGroup
 from pipeline.training import checkpoint, distributed, lora
 from pipeline.training.batch import (
@@ -39,6 +36,7 @@ from pipeline.training.batch import (
     plan,
     split_minibatches,
 )
+from pipeline.training.deepspeed_engine import late_failures, make_engine
 from pipeline.training.export import write_model
 from pipeline.training.forward import PolicyModel
 from pipeline.training.loss import LOSSES, NEEDS_ROLLOUT_RATIO, NO_VALUE, LossOutputs
@@ -227,8 +225,7 @@ class Trainer:
 
     def _write(self, partial: Path, state: dict[str, Any]) -> str | None:
         """This rank's files; returns what went wrong, so that no rank is left waiting for another."""
-        own = {"updates": self.updates, "ranks": self.ranks, "zero_stage": self.training.zero_stage, "state": state}
-        own["lora"] = asdict(self.training.lora)
+        own = {"updates": self.updates, "state": state, **self._layout()}
         failure: str | None = None
         try:
             partial.mkdir(exist_ok=True)
@@ -240,7 +237,7 @@ class Trainer:
         if failure := distributed.first_error(failure):  # nobody may go into DeepSpeed's barriers alone
             return failure
         try:
-            with _late_failures(self.engine.checkpoint_engine):
+            with late_failures(self.engine.checkpoint_engine):
                 self.engine.save_checkpoint(
                     str(partial), tag=ENGINE_TAG, save_latest=False, exclude_frozen_parameters=self._adapters_only
                 )
@@ -252,15 +249,14 @@ class Trainer:
     def load(self, root: Path) -> dict[str, Any]:
         """Restore the newest complete checkpoint under ``root`` and return its ``state``; ``{}`` if there is none.
 
-        Raises CheckpointError when it was written by another number of ranks or another ZeRO stage.
+        Raises CheckpointError when it was written by another number of ranks, ZeRO stage or offload.
         """
         path = distributed.from_rank_zero(checkpoint.newest(root))
         if path is None:
             return {}
         own = checkpoint.read_json(path / checkpoint.STATE_FILE)
-        same = {"ranks": self.ranks, "zero_stage": self.training.zero_stage, "lora": asdict(self.training.lora)}
-        for name, here in same.items():
-            if own[name] != here:
+        for name, here in self._layout().items():
+            if own.get(name, here) != here:
                 raise checkpoint.CheckpointError(
                     f"{path} was written with {name}={own[name]}, this run has {name}={here}"
                 )
@@ -276,6 +272,12 @@ class Trainer:
     def _adapters_only(self) -> bool:
         """Whether the model itself is frozen."""
         return self.training.lora.rank is not None
+
+    def _layout(self) -> dict[str, Any]:
+        """What the shards of a checkpoint depend on."""
+        training = self.training
+        own = {"zero_stage": training.zero_stage, "offload": training.offload, "lora": asdict(training.lora)}
+        return {"ranks": self.ranks, **own}
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Name and value of each weight that an engine with the base model lacks, as that model's checkpoint names it.
@@ -322,20 +324,6 @@ class Trainer:
             raise checkpoint.CheckpointError(failure_text)
 
 
-def check_training(training: TrainingConfig) -> None:
-    """Refuse, with a UserError, numbers that cannot work."""
-    if training.zero_stage not in (1, 2, 3):
-        raise UserError(
-            f"training.zero_stage={training.zero_stage} is not known; choose 1 (plain data parallel too), 2 or 3"
-        )
-    if not 0 <= training.decay_fraction <= 1 or not 0 <= training.min_lr_ratio <= 1:
-        raise UserError("training.decay_fraction and training.min_lr_ratio must lie in [0, 1]")
-    if training.token_budget < 1 or training.threads < 1:
-        raise UserError("training.token_budget and training.threads must be at least 1")
-    if training.lora.rank is not None and (training.lora.rank < 1 or training.lora.alpha <= 0):
-        raise UserError("training.lora.rank must be at least 1 (or null: no adapters) and training.lora.alpha above 0")
-
-
 def learning_rate(training: TrainingConfig, update: int, total: int) -> float:
     """The rate of update ``update`` (from 0): constant, then linear to ``min_lr_ratio`` at the last of ``total``."""
     start = total * (1 - training.decay_fraction)
@@ -367,42 +355,6 @@ def load_model(path: Path, dtype: torch.dtype) -> PreTrainedModel:
     except (OSError, ValueError, KeyError) as error:
         raise UserError(f"model.path={path} cannot be loaded as a causal language model: {error}") from error
     return model
-
-
-def make_engine(policy: PolicyModel, training: TrainingConfig) -> Any:
-    """DeepSpeed around ``policy`` with torch's AdamW; ``step()`` ends an accumulation and nothing is rescaled."""
-    import deepspeed
-
-    optimizer = torch.optim.AdamW(
-        [parameter for parameter in policy.parameters() if parameter.requires_grad],
-        lr=training.learning_rate,
-        betas=(training.betas[0], training.betas[1]),
-        weight_decay=training.weight_decay,
-    )
-    config = {
-        "train_micro_batch_size_per_gpu": 1,
-        "gradient_accumulation_steps": 1,
-        "managed_gradient_accumulation": False,
-        "gradient_clipping": training.max_grad_norm,
-        "zero_optimization": {"stage": training.zero_stage, "overlap_comm": False},
-        "zero_allow_untested_optimizer": True,
-        "bf16": {"enabled": torch.cuda.is_available()},
-        "steps_per_print": 10**12,
-    }
-    # An operator for inference on several CPUs, compiled at the first start: unused here, and it needs a compiler.
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    with quiet_deepspeed():
-        engine, *_ = deepspeed.initialize(model=policy, optimizer=optimizer, config=config)
-    return engine
-
-
-@contextmanager
-def quiet_deepspeed() -> Iterator[None]:
-    """Keep what DeepSpeed prints, and its notes on torch's future, off the terminal; its errors still come through."""
-    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
-    warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
-    with redirect_stdout(io.StringIO()):
-        yield
 
 
 def summarise(steps: Sequence[Step]) -> dict[str, float]:
@@ -439,32 +391,6 @@ def batch_metrics(received: Sequence[TrainGroup], minibatches: Sequence[Minibatc
 def rollout_ids(batch: RowBatch) -> str:
     """The rollouts of a forward, for an error message."""
     return ", ".join(sorted({row.rollout_id for row in batch.rows}))
-
-
-@contextmanager
-def _late_failures(writer: Any) -> Iterator[None]:
-    """Raise a failed write of DeepSpeed's only at the end: a rank that left in between would miss its barriers."""
-    failures: list[Exception] = []
-
-    def remembering(method: Callable[..., Any]) -> Callable[..., None]:
-        def call(*args: Any, **kwargs: Any) -> None:
-            try:
-                method(*args, **kwargs)
-            except checkpoint.WRITE_FAILURES as error:
-                failures.append(error)
-
-        return call
-
-    names = ("makedirs", "save")
-    for name in names:
-        setattr(writer, name, remembering(getattr(writer, name)))
-    try:
-        yield
-    finally:
-        for name in names:
-            delattr(writer, name)
-    if failures:
-        raise failures[0]
 
 
 def _text(error: Exception) -> str:

@@ -23,6 +23,7 @@ from pipeline.training import checkpoint
 from pipeline.training.checkpoint import CheckpointError
 from pipeline.training.trainer import Trainer
 
+LAYOUTS = [(0, "none"), (1, "none"), (2, "none"), (2, "optimizer"), (3, "none"), (3, "all")]
 STATE = {"finished": ["g0", "g1"], "version": "0.4"}
 
 
@@ -50,16 +51,17 @@ def draws() -> tuple[float, float, float]:
     return random.random(), float(np.random.rand()), float(torch.rand(()))
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
-def test_a_restart_in_the_middle_changes_no_bit(model: Path, tmp_path: Path, stage: int) -> None:
-    straight = make(model, zero_stage=stage)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_restart_in_the_middle_changes_no_bit(model: Path, tmp_path: Path, layout: tuple[int, str]) -> None:
+    stage, offload = layout
+    straight = make(model, zero_stage=stage, offload=offload)
     metrics = [straight.update(random_groups(seed)) for seed in range(5)]
     expected = draws()
-    first = make(model, zero_stage=stage)
+    first = make(model, zero_stage=stage, offload=offload)
     for seed in range(3):
         first.update(random_groups(seed))
     first.save(tmp_path, STATE)
-    second = make(model, seed=99, zero_stage=stage)
+    second = make(model, seed=99, zero_stage=stage, offload=offload)
     second.update(random_groups(77))
     assert second.load(tmp_path) == STATE
     assert second.updates == 3
@@ -181,10 +183,11 @@ def test_a_full_disk_leaves_the_old_checkpoint(model: Path, tmp_path: Path) -> N
     assert "LOADED {'count': 1}" in done.stdout
 
 
-def test_a_checkpoint_of_another_zero_stage_is_refused(model: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("other", [{"zero_stage": 2}, {"offload": "optimizer"}])
+def test_a_checkpoint_of_another_layout_is_refused(model: Path, tmp_path: Path, other: dict) -> None:
     saved(model, tmp_path, 1)
-    with pytest.raises(UserError, match="zero_stage=1"):
-        make(model, zero_stage=2).load(tmp_path)
+    with pytest.raises(UserError, match=r"zero_stage=1|offload=none"):
+        make(model, **other).load(tmp_path)
 
 
 @pytest.mark.parametrize("stage", [1, 3])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import socket
 import subprocess
@@ -12,31 +11,48 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from training_helpers import save_model
+from training_helpers import random_groups, save_model, weights
 
-from pipeline.training.checkpoint import newest
+from pipeline.config import OFFLOADS, AlgorithmConfig, TrainingConfig
+from pipeline.training.checkpoint import CheckpointError, newest
 from pipeline.training.export import export_checkpoint
+from pipeline.training.trainer import Trainer
 
-SCRIPT = """
-import json, sys
+LAYOUTS = """
+import sys
 from pathlib import Path
 sys.path[:0] = {path!r}
-from training_helpers import random_groups
-from pipeline.config import AlgorithmConfig, TrainingConfig, UserError
+import torch
+from training_helpers import partition_all, random_groups, weights
+from pipeline.config import AlgorithmConfig, TrainingConfig
+from pipeline.training.checkpoint import CheckpointError
 from pipeline.training.trainer import Trainer
-out, stage, resume = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3] == "resume"
-training = TrainingConfig(learning_rate=5e-4, zero_stage=stage, token_budget=60)
-trainer = Trainer({model!r}, training, AlgorithmConfig(minibatches=2), 0, 4)
-if resume:
-    assert trainer.load(out / "checkpoints") == {{"count": 1}}
-for seed in (1, 2) if resume else (0, 1, 2):
-    metrics = trainer.update(random_groups(seed) if trainer.rank == 0 else None)
-    if seed == 0:
-        trainer.save(out / "checkpoints", {{"count": 1}})
-trainer.export(out / ("resumed" if resume else "export"))
-trainer.save(out / "last", {{}})
-if trainer.rank == 0:
-    (out / "metrics.json").write_text(json.dumps(metrics))
+partition_all()
+out, layouts, resume = Path(sys.argv[1]), eval(sys.argv[2]), sys.argv[3] == "resume"
+
+def make(stage, offload):
+    training = TrainingConfig(learning_rate=5e-4, zero_stage=stage, offload=offload, token_budget=60)
+    return Trainer({model!r}, training, AlgorithmConfig(minibatches=1), 0, 4)
+
+def update(trainer, seed):
+    return trainer.update(random_groups(seed) if trainer.rank == 0 else None)
+
+for stage, offload in layouts:
+    place = out / (str(stage) + offload)
+    trainer = make(stage, offload)
+    metrics = [update(trainer, 0)]
+    trainer.save(place / "checkpoints", {{"count": 1}})
+    trainer.export(place / "export")
+    metrics.append(update(trainer, 1))
+    trained = weights(trainer)
+    if resume:
+        again = make(stage, offload)
+        assert again.load(place / "checkpoints") == {{"count": 1}}
+        update(again, 1)
+        for name, value in weights(again).items():
+            assert torch.equal(value, trained[name]), (stage, offload, name)
+    if trainer.rank == 0:
+        torch.save((metrics, trained), place / "result.pt")
 """
 
 
@@ -78,16 +94,11 @@ ALGORITHMS = {
 def script(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("ranks")
     model = save_model(root / "model")
-    path = root / "train.py"
+    path = root / "layouts.py"
     names = {"path": [*sys.path, str(Path(__file__).parent)], "model": str(model)}
-    path.write_text(SCRIPT.format(**names))
+    path.write_text(LAYOUTS.format(**names))
     (root / "gradients.py").write_text(GRADIENTS.format(**names, algorithms=ALGORITHMS))
     return path
-
-
-def train(script: Path, out: Path, stage: int, ranks: int, resume: bool = False) -> subprocess.CompletedProcess[str]:
-    """Run the script on ``ranks`` processes; the result is rank 0's."""
-    return launch([str(script), str(out), str(stage), "resume" if resume else "fresh"], out, ranks)
 
 
 def launch(arguments: list[str], out: Path, ranks: int) -> subprocess.CompletedProcess[str]:
@@ -115,22 +126,43 @@ def launch(arguments: list[str], out: Path, ranks: int) -> subprocess.CompletedP
     return subprocess.CompletedProcess(command, processes[0].returncode, outputs[0])
 
 
+EVERY_LAYOUT = [(stage, offload) for offload, stages in OFFLOADS.items() for stage in stages]
+COMPARED = ("loss", "entropy", "grad_norm", "mismatch_kl", "ratio/mean", "logprob_diff_max", "batch/rows")
+
+
+def plain_result(model: Path) -> tuple[list[dict[str, float]], dict[str, torch.Tensor]]:
+    """What every layout has to come to: one rank, nothing partitioned, one forward a step."""
+    training = TrainingConfig(learning_rate=5e-4, zero_stage=0, token_budget=10**6)
+    trainer = Trainer(model, training, AlgorithmConfig(minibatches=1), 0, 4)
+    return [trainer.update(random_groups(seed)) for seed in (0, 1)], weights(trainer)
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("stage", [1, pytest.param(2, marks=pytest.mark.soak), pytest.param(3, marks=pytest.mark.soak)])
-def test_two_ranks_equal_one(script: Path, tmp_path: Path, stage: int) -> None:
-    for ranks in (1, 2):
-        done = train(script, tmp_path / str(ranks), stage, ranks)
-        assert done.returncode == 0, done.stdout[-3000:]
-    one, two = (load_file(tmp_path / name / "export" / "model.safetensors") for name in "12")
-    assert one.keys() == two.keys()
-    for name, value in one.items():
-        torch.testing.assert_close(two[name], value, rtol=0, atol=2e-6)
-    metrics = [json.loads((tmp_path / name / "metrics.json").read_text()) for name in "12"]
-    for name in ("loss", "entropy", "grad_norm", "mismatch_kl", "ratio/mean", "logprob_diff_max", "batch/rows"):
-        assert metrics[1][name] == pytest.approx(metrics[0][name], rel=1e-4), name
-    assert metrics[1]["batch/forwards_per_step"] < metrics[0]["batch/forwards_per_step"]
-    again = exported_by_one_process(script, tmp_path / "2")
-    assert again.keys() == two.keys() and all(torch.equal(value, again[name]) for name, value in two.items())
+@pytest.mark.parametrize(
+    ("ranks", "layouts", "resume"),
+    [(2, EVERY_LAYOUT, True), (4, [(2, "optimizer"), (3, "all")], False)],
+    ids=["two ranks", "four ranks"],
+)
+def test_every_layout_on_many_ranks_trains_as_one_rank_does(
+    script: Path, tmp_path: Path, ranks: int, layouts: list[tuple[int, str]], resume: bool
+) -> None:
+    """Weights, metrics, a restart, and exports: by all ranks together and by one process from their checkpoint."""
+    metrics, expected = plain_result(script.parent / "model")
+    arguments = [str(script), str(tmp_path), repr(layouts), "resume" if resume else "straight"]
+    done = launch(arguments, tmp_path, ranks)
+    assert done.returncode == 0, done.stdout[-3000:]
+    for stage, offload in layouts:
+        place = tmp_path / f"{stage}{offload}"
+        theirs, trained = torch.load(place / "result.pt", weights_only=False)
+        assert trained.keys() == expected.keys()
+        for name, value in expected.items():
+            assert (trained[name] - value).norm() <= 1e-5 * value.norm(), (place.name, name)
+        for mine, other in zip(metrics, theirs, strict=True):
+            assert mine["batch/forwards_per_step"] == 1 < other["batch/forwards_per_step"]
+            assert {name: other[name] for name in COMPARED} == pytest.approx({n: mine[n] for n in COMPARED}, rel=1e-4)
+        together, alone = load_file(place / "export" / "model.safetensors"), exported_by_one_process(script, place)
+        assert alone.keys() == together.keys() == expected.keys(), place.name
+        assert all(torch.equal(value, alone[name]) for name, value in together.items()), place.name
 
 
 @pytest.mark.slow
@@ -153,25 +185,23 @@ def test_ranks_and_accumulation_leave_loss_and_gradient_alone(script: Path, tmp_
     assert 0 < results[1]["off-policy mask"][0]["batch/off_policy_rollouts"] < 12
 
 
-def exported_by_one_process(script: Path, out: Path) -> dict[str, torch.Tensor]:
-    """The last checkpoint's weights, as a job that evaluates it would export them."""
-    trained = newest(out / "last")
+def exported_by_one_process(script: Path, place: Path) -> dict[str, torch.Tensor]:
+    """The checkpoint's weights, as a job that evaluates it would export them."""
+    trained = newest(place / "checkpoints")
     assert trained is not None
     for _ in range(2):  # the second one finds the place taken
-        export_checkpoint(str(script.parent / "model"), trained, out / "again", "float32")
-    assert not list(out.glob(".partial*"))
-    return dict(load_file(out / "again" / "model.safetensors"))
+        export_checkpoint(str(script.parent / "model"), trained, place / "again", "float32")
+    assert not list(place.glob(".partial*"))
+    return dict(load_file(place / "again" / "model.safetensors"))
 
 
-@pytest.mark.soak
-def test_two_ranks_resume_bit_equal_and_one_rank_is_refused(script: Path, tmp_path: Path) -> None:
-    assert train(script, tmp_path, 2, 2).returncode == 0
-    done = train(script, tmp_path, 2, 2, resume=True)
+@pytest.mark.slow
+def test_a_checkpoint_of_two_ranks_is_refused_by_one(script: Path, tmp_path: Path) -> None:
+    done = launch([str(script), str(tmp_path), repr([(2, "none")]), "straight"], tmp_path, 2)
     assert done.returncode == 0, done.stdout[-3000:]
-    straight, resumed = (load_file(tmp_path / name / "model.safetensors") for name in ("export", "resumed"))
-    assert all(torch.equal(value, resumed[name]) for name, value in straight.items())
-    refused = train(script, tmp_path, 2, 1, resume=True)
-    assert refused.returncode != 0 and "written with ranks=2, this run has ranks=1" in refused.stdout
+    training = TrainingConfig(zero_stage=2)
+    with pytest.raises(CheckpointError, match="written with ranks=2, this run has ranks=1"):
+        Trainer(script.parent / "model", training, AlgorithmConfig(), 0, 4).load(tmp_path / "2none" / "checkpoints")
 
 
 FULL_DISK = """
@@ -202,6 +232,6 @@ def test_a_disk_that_is_full_for_one_rank_fails_the_checkpoint_on_every_rank(scr
     full = tmp_path / "full.py"
     model = script.parent / "model"
     full.write_text(FULL_DISK.format(path=[*sys.path, str(Path(__file__).parent)], model=str(model)))
-    done = train(full, tmp_path / "out", 2, 2)
+    done = launch([str(full), str(tmp_path / "out"), "2"], tmp_path / "out", 2)
     assert "REFUSED ['0000-000001-update-000000']" in done.stdout, done.stdout[-3000:]
     assert "LOADED {'count': 3}" in done.stdout

@@ -13,7 +13,7 @@ import torch
 from training_helpers import random_groups, save_model
 from transformers import AutoModelForCausalLM
 
-from pipeline.config import AlgorithmConfig, TrainingConfig, UserError
+from pipeline.config import OFFLOADS, AlgorithmConfig, TrainingConfig, UserError
 from pipeline.records import PolicyVersion, RolloutRecord, Row, TrainGroup
 from pipeline.training.batch import split_minibatches
 from pipeline.training.trainer import Trainer, learning_rate
@@ -60,10 +60,16 @@ def make(path: Path, total: int = 4, algorithm: AlgorithmConfig | None = None, *
     return Trainer(path, TrainingConfig(**(defaults | training)), algorithm or AlgorithmConfig(minibatches=2), 0, total)
 
 
-@pytest.mark.parametrize(("stage", "budget", "clip"), [(1, 20, 0.05), (2, 20, 0.05), (3, 20, 0.05), (1, 8192, 0.0)])
-def test_updates_match_plain_torch(models: dict[str, Path], stage: int, budget: int, clip: float) -> None:
+LAYOUTS = [(stage, offload) for offload, stages in OFFLOADS.items() for stage in stages]
+
+
+@pytest.mark.parametrize(
+    ("stage", "offload", "budget", "clip"),
+    [*((*layout, 20, 0.05) for layout in LAYOUTS), (0, "none", 8192, 0.0), (1, "none", 8192, 0.0)],
+)
+def test_updates_match_plain_torch(models: dict[str, Path], stage: int, offload: str, budget: int, clip: float) -> None:
     groups = random_groups(0)
-    trainer = make(models["qwen3"], zero_stage=stage, token_budget=budget, max_grad_norm=clip)
+    trainer = make(models["qwen3"], zero_stage=stage, offload=offload, token_budget=budget, max_grad_norm=clip)
     for _ in range(2):
         metrics = trainer.update(groups)
     assert metrics["grad_norm"] > 0.05, "the clip must bite for this to mean anything"
@@ -252,7 +258,7 @@ def test_the_rate_reaches_the_optimizer(models: dict[str, Path]) -> None:
     )
 
 
-@pytest.mark.parametrize("wrong", [{"zero_stage": 0}, {"decay_fraction": 2.0}, {"token_budget": 0}])
+@pytest.mark.parametrize("wrong", [{"zero_stage": 4}, {"decay_fraction": 2.0}, {"token_budget": 0}])
 def test_wrong_settings_are_refused(models: dict[str, Path], wrong: dict) -> None:
     with pytest.raises(UserError, match=next(iter(wrong))):
         make(models["qwen3"], **wrong)

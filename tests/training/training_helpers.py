@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,7 +20,10 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
+from pipeline.config import TrainingConfig
 from pipeline.records import Outcome, PolicyVersion, RolloutRecord, Row, TrainGroup, Verdict
+from pipeline.training import deepspeed_engine
+from pipeline.training.trainer import Trainer
 
 VOCABULARY = 97
 SHAPE = {"vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4}
@@ -64,6 +68,23 @@ def save_model(path: Path, kind: str = "qwen3") -> Path:
     MODELS[kind](0).save_pretrained(path)
     fast.save_pretrained(path)
     return path
+
+
+def weights(trainer: Trainer) -> dict[str, torch.Tensor]:
+    """A copy of each parameter."""
+    return {name: value.clone() for name, value in trainer.named_weights()}
+
+
+def partition_all() -> None:
+    """Let ZeRO-3 gather each parameter when it is used: it would keep such tiny ones gathered for good."""
+    usual = deepspeed_engine.deepspeed_config
+
+    def config(training: TrainingConfig, half: bool) -> dict[str, Any]:
+        made = usual(training, half)
+        made["zero_optimization"]["stage3_param_persistence_threshold"] = 0
+        return made
+
+    deepspeed_engine.deepspeed_config = config
 
 
 def random_row(rng: np.random.Generator, prefix: np.ndarray, length: int) -> Row:
