@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import queue
 import shutil
 import tempfile
@@ -29,7 +30,15 @@ from pipeline.config import Config, UserError
 from pipeline.harness.base import get_harness, harness_root
 from pipeline.records import GroupSpec, PolicyVersion, RolloutRecord, TrainGroup
 from pipeline.sandbox.base import make_sandbox
-from pipeline.stages.advantage import configured_reward, enough_graded, graded_rewards, score, to_train_group
+from pipeline.stages.advantage import (
+    REWARD_FAILED,
+    configured_reward,
+    enough_graded,
+    graded_rewards,
+    reward_failures,
+    score,
+    to_train_group,
+)
 from pipeline.stages.flow import Ending, FlowState, GroupFlow
 from pipeline.stages.outcome import harness_failed
 from pipeline.stages.rollout import Workshop
@@ -45,7 +54,7 @@ GREET_S = 20.0
 TICK_S = 0.2
 OUTAGE_S = 120.0  # a harness's call outlives a weight sync of this length
 METRICS_KEPT = 4096
-MOST_WITHOUT_CONTRAST = 100  # groups in a row, at least; more where there are more tasks
+MOST_FRUITLESS = 100  # groups in a row, at least; more where there are more tasks
 ENDLESS = 1_000_000_000
 
 
@@ -79,7 +88,7 @@ class YokeRolloutWorker:
         self._rows = 0  # ever put into the buffer
         self._marks: deque[int] = deque()  # of each group in flow.ready: that count when its last row was put
         self._handed = 0
-        self._without_contrast = 0
+        self._fruitless = 0  # groups in a row of which TRL got nothing
         self._workshop: Workshop | None = None
         self._main: asyncio.Task[None] | None = None
         self._thread: threading.Thread | None = None
@@ -157,7 +166,7 @@ class YokeRolloutWorker:
         config, url = self.config, self.engine_url
         model, window = await asyncio.to_thread(_served, url)
         await _check_engine(url, model)
-        scratch = Path(tempfile.mkdtemp(prefix="yoke-trl-"))
+        scratch = Path(tempfile.mkdtemp(prefix=f"yoke-trl-{os.getpid()}-"))
         supervisor = ShardSupervisor(
             url, config.engine.shards, scratch / "journal", model, config.engine.request_timeout_s, OUTAGE_S,
             named_weights=False,
@@ -204,8 +213,9 @@ class YokeRolloutWorker:
         self._close(spec, await asyncio.to_thread(score, records, self._reward))  # the user's function may be slow
 
     def _close(self, spec: GroupSpec, records: Sequence[RolloutRecord]) -> None:
-        """A group's rollouts have ended: into the buffer, out, or once more."""
-        reasons = "; ".join(sorted({r.verdict.reason for r in records if r.verdict.reward is None}))[:300]
+        """A group's rollouts have ended: into the buffer, out, or once more. Raises when it leads nowhere."""
+        ungraded = [record for record in records if record.verdict.reward is None]
+        reasons = "; ".join(sorted({r.info.get(REWARD_FAILED, r.verdict.reason) for r in ungraded}))[:300]
         if self.flow.judge_harness(spec.harness, harness_failed(records, spec.size), reasons):
             log.error("%s is set aside: %s", spec.harness, self.flow.state.set_aside[spec.harness])
         group = to_train_group(records, spec.size, self.config.algorithm.normalize_std)
@@ -213,14 +223,22 @@ class YokeRolloutWorker:
             ending = "handed_over"
             self._hand_over(group, self._prompts[spec.task.task_id])
         elif enough_graded(records, spec.size):
-            ending = "without_contrast"
-            self._skip(spec)
+            ending, reasons = "without_contrast", "no contrast"
+            self.flow.skip(spec.group_id, reasons)
         else:
             ending = "rolled_again" if self.flow.fail(spec.group_id, reasons) else "abandoned"
         self._measure(records, f"rollout/groups_{ending}_total")
+        self._judge(group is not None, reasons, failures=reward_failures(ungraded))
+
+    def _judge(self, fruitful: bool, reasons: str, failures: Sequence[str]) -> None:
+        """Raise instead of letting the trainer wait for ever."""
+        self._fruitless = 0 if fruitful else self._fruitless + 1
+        if failures and not fruitful:
+            raise UserError(f"reward.fn={self.config.reward.fn} failed: {failures[0]}")
+        if self._fruitless >= max(MOST_FRUITLESS, len(self._prompts)):
+            raise RuntimeError(f"nothing to learn from {self._fruitless} groups in a row, the last one: {reasons}")
 
     def _hand_over(self, group: TrainGroup, prompt: str) -> None:
-        self._without_contrast = 0
         made = samples(group, self._handed, prompt, self.config)
         for sample in made:
             self.rollout_buffer.put_nowait(sample)
@@ -228,13 +246,6 @@ class YokeRolloutWorker:
         self._rows += len(made)
         self._marks.append(self._rows)
         self.flow.admit(group, oldest_version(group))
-
-    def _skip(self, spec: GroupSpec) -> None:
-        """Another group comes instead. Raises RuntimeError when hardly anything can be left to learn."""
-        self.flow.skip(spec.group_id, "no contrast")
-        self._without_contrast += 1
-        if self._without_contrast >= max(MOST_WITHOUT_CONTRAST, len(self._prompts)):
-            raise RuntimeError(f"{self._without_contrast} groups in a row had no contrast: nothing to learn from")
 
     def _settle(self) -> None:
         """Groups of which TRL took the last row have ended; their credits are free."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import io
 import os
@@ -19,27 +18,8 @@ from typing import Any
 import httpx
 import pyarrow as pa
 
-from pipeline.engine.scripted import FakeEngine
-
 ROOT = Path(__file__).resolve().parents[2]
 START_S = 30.0
-
-
-@contextlib.contextmanager
-def engine_thread(engine: FakeEngine | None = None) -> Iterator[FakeEngine]:
-    """A scripted engine that serves while the test blocks."""
-    engine = engine or FakeEngine()
-    loop = asyncio.new_event_loop()
-    thread = threading.Thread(target=loop.run_forever, daemon=True)
-    thread.start()
-    asyncio.run_coroutine_threadsafe(engine.start(), loop).result(10)
-    try:
-        yield engine
-    finally:
-        asyncio.run_coroutine_threadsafe(engine.stop(), loop).result(10)
-        loop.call_soon_threadsafe(loop.stop)
-        thread.join(10)
-        loop.close()
 
 
 @dataclass

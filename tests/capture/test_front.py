@@ -20,7 +20,8 @@ from pathlib import Path
 import httpx
 import pyarrow as pa
 import pytest
-from front_helpers import ROOT, Running, engine_thread, running
+from engine_threads import engine_thread
+from front_helpers import ROOT, Running, running
 
 from pipeline.capture import control
 from pipeline.capture.export import SCHEMAS

@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from front_helpers import engine_thread, running
+from engine_threads import engine_thread
+from front_helpers import running
 
 from pipeline.cli import main
 from pipeline.engine.scripted import FakeEngine, Template

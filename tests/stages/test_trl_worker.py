@@ -14,12 +14,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from trl_helpers import VOCABULARY, Worker
+from trl_helpers import VOCABULARY, Worker, accelerate_of_its_own
 from waiting import LONG_S, wait_for
 
 from pipeline.config import UserError
 from pipeline.harness.base import HarnessRecipe
-from pipeline.records import GroupSpec, PolicyVersion
+from pipeline.records import GroupSpec, PolicyVersion, RolloutRecord
 from pipeline.stages.trl_worker import TICK_S
 
 pytestmark = pytest.mark.slow  # TRL takes seconds to import
@@ -66,13 +66,8 @@ class Counts:
 
 @pytest.fixture
 def accelerate_state() -> Iterator[None]:
-    """TRL's data set logs, which takes accelerate's state of this process."""
-    from accelerate.state import AcceleratorState, GradientState, PartialState
-
-    PartialState(cpu=True)
-    yield
-    AcceleratorState._reset_state(True)
-    GradientState._reset_state()
+    with accelerate_of_its_own():
+        yield
 
 
 def test_it_has_every_part_of_trl_s_protocol(tmp_path: Path) -> None:
@@ -252,8 +247,22 @@ def test_nothing_left_to_learn_ends_it(tmp_path: Path) -> None:
     def script(spec: GroupSpec, index: int) -> float:
         return 1.0
 
-    with running(Worker(tmp_path, script)) as worker, pytest.raises(RuntimeError, match="100 groups in a row"):
+    with (
+        running(Worker(tmp_path, script)) as worker,
+        pytest.raises(RuntimeError, match="nothing to learn from 100 groups in a row, the last one: no contrast"),
+    ):
         next(iter(trl_queue(worker, lambda: 0, defaultdict(list))))
+
+
+def broken_reward(outcome: RolloutRecord) -> float:
+    raise ZeroDivisionError("by the user")
+
+
+def test_a_reward_function_that_fails_ends_it(tmp_path: Path) -> None:
+    worker = Worker(tmp_path, right_and_wrong, f"reward.fn={__name__}:broken_reward")
+    with running(worker), pytest.raises(RuntimeError, match="by the user") as raised:
+        next(iter(trl_queue(worker, lambda: 0, defaultdict(list))))
+    assert isinstance(raised.value.__cause__, UserError)
 
 
 def test_a_silent_thread_is_told(tmp_path: Path) -> None:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -52,6 +52,19 @@ def trl_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(packing, "_flash_attn", lambda: SimpleNamespace(flash_attn_varlen_func=attention))
     monkeypatch.setattr(async_grpo_trainer, "get_peak_flops_per_device", lambda *words: None)
+
+
+@contextmanager
+def accelerate_of_its_own() -> Iterator[None]:
+    """TRL's data set logs, which takes accelerate's state of this process; later tests get none of it."""
+    from accelerate.state import AcceleratorState, GradientState, PartialState
+
+    PartialState(cpu=True)
+    try:
+        yield
+    finally:
+        AcceleratorState._reset_state(True)
+        GradientState._reset_state()
 
 
 def tiny_qwen3() -> Qwen3ForCausalLM:
