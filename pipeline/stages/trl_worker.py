@@ -115,7 +115,8 @@ class YokeRolloutWorker:
         if self._thread is None or not self._thread.is_alive():
             return
         if self._main is not None:
-            self._main.get_loop().call_soon_threadsafe(self._main.cancel)
+            with suppress(RuntimeError):  # it has just ended by itself
+                self._main.get_loop().call_soon_threadsafe(self._main.cancel)
         self._thread.join(STOP_S)
         if self._thread.is_alive():
             log.error("rollouts did not end within %g s", STOP_S)
@@ -125,9 +126,12 @@ class YokeRolloutWorker:
         self._version = model_version
         if self._workshop is None or self._main is None or self._main.done():
             return  # not yet or no longer at work; check_health tells why
-        change = self._workshop.supervisor.set_policy_version(PolicyVersion(0, model_version))
         timeout_s = self.config.engine.sync_timeout_s
-        asyncio.run_coroutine_threadsafe(change, self._main.get_loop()).result(timeout_s)
+        change = self._workshop.supervisor.set_policy_version(PolicyVersion(0, model_version), timeout_s)
+        try:
+            asyncio.run_coroutine_threadsafe(change, self._main.get_loop()).result(timeout_s + TICK_S)
+        except TimeoutError as error:
+            raise TimeoutError(f"waited {timeout_s:g} s for the rollouts to take version {model_version}") from error
 
     def check_health(self, stale_after_s: float) -> None:
         """Raise RuntimeError when no rollouts are being made, with the cause, or when their thread is silent."""

@@ -235,6 +235,16 @@ def test_a_start_that_hangs_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert worker._thread is not None and not worker._thread.is_alive()
 
 
+def test_shards_that_do_not_take_a_version_are_not_waited_for_ever(tmp_path: Path) -> None:
+    async def hang(version: PolicyVersion, deadline_s: float) -> None:
+        await asyncio.Event().wait()
+
+    with running(Worker(tmp_path, right_and_wrong, "engine.sync_timeout_s=0.2")) as worker:
+        worker.rollouts.set_policy_version = hang  # type: ignore[method-assign]
+        with pytest.raises(TimeoutError, match="rollouts to take version 3"):
+            worker.update_model_version(3)
+
+
 def test_harnesses_that_all_fail_end_it(tmp_path: Path) -> None:
     def script(spec: GroupSpec, index: int) -> None:
         return None

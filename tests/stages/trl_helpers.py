@@ -104,7 +104,7 @@ class Rollouts:
         self.open = 0
         self.hold: asyncio.Event | None = None
 
-    async def set_policy_version(self, version: PolicyVersion) -> None:
+    async def set_policy_version(self, version: PolicyVersion, deadline_s: float = 30.0) -> None:
         self.version = version
 
     async def roll_out(self, spec: GroupSpec, index: int) -> RolloutRecord:
