@@ -6,7 +6,7 @@ override FRESH := $(if $(filter 1 true yes,$(FRESH)),fresh=true)
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help quickstart test install harnesses lint format lock soak slurm-test bench-proxy bench-reference clean
+.PHONY: help quickstart test install harnesses lint format lock soak slurm-test bench-proxy bench-reference gpu-smoke clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 17
@@ -47,6 +47,9 @@ bench-proxy: install  ## compare the capture proxy with the bare engine and the 
 
 bench-reference:  ## install the reference proxy for bench-proxy, in an environment of its own
 	bench/reference.sh
+
+gpu-smoke:  ## on a node with a GPU, in the environment for GPUs: what no CPU can show (ARGS="--size tiny"; docs/gpu.md)
+	$(BIN)/python -m bench.gpu_smoke $(ARGS)
 
 clean:  ## remove the environment and every cache; runs/ stays
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .hypothesis .mypy_cache .ruff_cache

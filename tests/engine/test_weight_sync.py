@@ -22,6 +22,8 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from bench import gpu_engine
+from bench.gpu_figures import Setting
 from pipeline.config import AlgorithmConfig, EngineConfig, LoraConfig, ModelConfig, TrainingConfig
 from pipeline.engine.server import SERVED_MODEL_NAME, EngineServer
 from pipeline.engine.transfer import PHASES, FileTransfer, make_transfer, set_version
@@ -211,6 +213,20 @@ def trainer_error(trainer: Trainer, prompt: list[int], answer: dict[str, Any]) -
     row = Row(ids, np.arange(len(ids)) >= len(prompt), np.concatenate([np.zeros(len(prompt), np.float32), served]))
     micro = collate(RowBatch((WeightedRow(row, 1.0, 1.0, True, "r", 0),), trainer.policy.packs, len(ids)))
     return float((trainer.policy(micro)[0] - micro.behaviour).abs().max())
+
+
+def test_the_smoke_test_of_a_gpu_compares_engine_and_trainer(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its engine step as it stands, on this engine: an adapter of all linear layers, then a trained policy."""
+    monkeypatch.setattr(gpu_engine, "SAMPLED_TOKENS", 32)
+    engine.push("file", engine.old)
+    setting = Setting(torch.device("cpu"), torch.float32, engine.scratch)
+    figures = gpu_engine.compare(setting, engine.old.directory, engine.server.url)
+    for figure in figures:
+        print(f"{figure.name}: {figure.value:.3g} {figure.unit}, limit {figure.limit}")
+    assert all(figure.holds for figure in figures)
+    assert sum(figure.limit is not None for figure in figures) == 3
+    arrived = [figure.value for figure in figures if "had nothing arrived" in figure.name]
+    assert len(arrived) == 2 and min(arrived) > 1000 * gpu_engine.MEAN_GAP[torch.float32]
 
 
 class ForgetfulTransfer(FileTransfer):
