@@ -195,7 +195,7 @@ def test_the_blocks_with_adapters_are_all_that_must_travel(engine: Engine, monke
     for seed in (1, 2):
         torch.manual_seed(seed)
         for weight in adapter_weights(trainer.policy.model):
-            torch.nn.init.normal_(weight.base, std=0.3)
+            torch.nn.init.normal_(weight.base, std=0.1)
         merged = list(trainer.named_weights())
         assert 0 < len(merged) < len(engine.old.tensors)
         monkeypatch.setattr(engine.new, "named", lambda merged=merged: merged)

@@ -11,13 +11,13 @@ import torch
 from peft import LoraConfig as PeftConfig
 from peft import PeftModel, get_peft_model, set_peft_model_state_dict
 from safetensors.torch import load_file
-from training_helpers import random_groups, save_model
+from training_helpers import partition_all, random_groups, save_model
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from pipeline.cli import compose_config
 from pipeline.config import AlgorithmConfig, LoraConfig, TrainingConfig, UserError
 from pipeline.records import Row, TrainGroup
-from pipeline.training import batch, forward, lora
+from pipeline.training import batch, deepspeed_engine, forward, lora
 from pipeline.training.checkpoint import CheckpointError, newest
 from pipeline.training.export import export_checkpoint
 from pipeline.training.trainer import Trainer
@@ -91,6 +91,8 @@ def test_updates_match_a_plain_peft_loop(
 ) -> None:
     """Packed with shared prefixes (Qwen3) or padded (LFM2), with a head that computes three tokens at a time."""
     monkeypatch.setattr(forward, "LOGIT_CHUNK", 3 * 97)
+    monkeypatch.setattr(deepspeed_engine, "deepspeed_config", deepspeed_engine.deepspeed_config)  # put back afterwards
+    partition_all()
     groups = random_groups(0)
     trainer = make(models[kind], TARGETS[kind], zero_stage=stage, token_budget=budget)
     assert trainer.policy.packs == (kind == "qwen3")
@@ -140,10 +142,13 @@ def test_the_merged_export_computes_as_the_trainer_does(models: dict[str, Path],
     assert_near(logprobs(adapted, groups), expected, "peft", 1e-5)
 
 
-@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("stage", [0, 1, 3])
 def test_a_checkpoint_holds_the_adapter_alone_and_resumes_to_the_bit(
-    models: dict[str, Path], tmp_path: Path, stage: int
+    models: dict[str, Path], tmp_path: Path, stage: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(deepspeed_engine, "deepspeed_config", deepspeed_engine.deepspeed_config)  # put back afterwards
+    partition_all()
+
     def fresh() -> Trainer:
         return make(models["qwen3"], TARGETS["qwen3"], zero_stage=stage)
 

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 from training_helpers import random_groups, save_model, weights
 
-from pipeline.config import OFFLOADS, AlgorithmConfig, TrainingConfig
+from pipeline.config import OFFLOADS, AlgorithmConfig, LoraConfig, TrainingConfig
 from pipeline.training.checkpoint import CheckpointError, newest
 from pipeline.training.export import export_checkpoint
 from pipeline.training.trainer import Trainer
@@ -24,29 +24,30 @@ from pathlib import Path
 sys.path[:0] = {path!r}
 import torch
 from training_helpers import partition_all, random_groups, weights
-from pipeline.config import AlgorithmConfig, TrainingConfig
+from pipeline.config import AlgorithmConfig, LoraConfig, TrainingConfig
 from pipeline.training.checkpoint import CheckpointError
 from pipeline.training.trainer import Trainer
 partition_all()
 out, layouts, resume = Path(sys.argv[1]), eval(sys.argv[2]), sys.argv[3] == "resume"
 
-def make(stage, offload):
-    training = TrainingConfig(learning_rate=5e-4, zero_stage=stage, offload=offload, token_budget=60)
+def make(stage, offload, rank=None):
+    settings = {{"learning_rate": 5e-4, "token_budget": 60, "lora": LoraConfig(rank=rank)}}
+    training = TrainingConfig(zero_stage=stage, offload=offload, **settings)
     return Trainer({model!r}, training, AlgorithmConfig(minibatches=1), 0, 4)
 
 def update(trainer, seed):
     return trainer.update(random_groups(seed) if trainer.rank == 0 else None)
 
-for stage, offload in layouts:
+for stage, offload, *adapters in layouts:
     place = out / (str(stage) + offload)
-    trainer = make(stage, offload)
+    trainer = make(stage, offload, *adapters)
     metrics = [update(trainer, 0)]
     trainer.save(place / "checkpoints", {{"count": 1}})
     trainer.export(place / "export")
     metrics.append(update(trainer, 1))
     trained = weights(trainer)
     if resume:
-        again = make(stage, offload)
+        again = make(stage, offload, *adapters)
         assert again.load(place / "checkpoints") == {{"count": 1}}
         update(again, 1)
         for name, value in weights(again).items():
@@ -183,6 +184,29 @@ def test_ranks_and_accumulation_leave_loss_and_gradient_alone(script: Path, tmp_
             for key in ("loss", "grad_norm", "is_masked", "batch/off_policy_rollouts", "ratio/max"):
                 assert others.get(key, 0) == pytest.approx(metrics.get(key, 0), rel=1e-5, abs=1e-6), (name, ranks, key)
     assert 0 < results[1]["off-policy mask"][0]["batch/off_policy_rollouts"] < 12
+
+
+@pytest.mark.slow
+def test_adapters_on_two_ranks_train_as_on_one(script: Path, tmp_path: Path) -> None:
+    """Compared by how far they moved the weights: the base is the same anyway."""
+    model = script.parent / "model"
+    training = TrainingConfig(learning_rate=5e-4, token_budget=10**6, lora=LoraConfig(rank=4))
+    trainer = Trainer(model, training, AlgorithmConfig(minibatches=1), 0, 4)
+    base = weights(trainer)
+    for seed in (0, 1):
+        trainer.update(random_groups(seed))
+    expected = weights(trainer)
+    done = launch([str(script), str(tmp_path), repr([(3, "none", 4)]), "resume"], tmp_path, 2)
+    assert done.returncode == 0, done.stdout[-3000:]
+    _, trained = torch.load(tmp_path / "3none" / "result.pt", weights_only=False)
+    moved = {name for name, value in expected.items() if not torch.equal(value, base[name])}
+    assert moved == {name for name in expected if name.endswith("proj.weight")}
+    for name in moved:
+        assert (trained[name] - expected[name]).norm() <= 1e-2 * (expected[name] - base[name]).norm(), name
+    together = load_file(tmp_path / "3none" / "export" / "model.safetensors")
+    alone = exported_by_one_process(script, tmp_path / "3none")
+    assert alone.keys() == together.keys() > expected.keys()
+    assert all(torch.equal(value, alone[name]) for name, value in together.items())
 
 
 def exported_by_one_process(script: Path, place: Path) -> dict[str, torch.Tensor]:
