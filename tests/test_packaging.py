@@ -204,13 +204,13 @@ def test_no_file_names_a_registry_host() -> None:
 
 
 def make_targets() -> set[str]:
-    return set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    return set(re.findall(r"^([a-z][a-z-]*):", (ROOT / "Makefile").read_text(), re.MULTILINE))
 
 
 def test_commands_in_the_readme_and_in_ci_exist() -> None:
-    named = set(re.findall(r"\bmake ([a-z]+)", (ROOT / ".ci" / "run").read_text()))
+    named = set(re.findall(r"\bmake ([a-z][a-z-]*)", (ROOT / ".ci" / "run").read_text()))
     if (ROOT / "README.md").exists():
-        named |= set(re.findall(r"(?:`|^|\$ )make ([a-z]+)", (ROOT / "README.md").read_text(), re.MULTILINE))
+        named |= set(re.findall(r"(?:`|^|\$ )make ([a-z][a-z-]*)", (ROOT / "README.md").read_text(), re.MULTILINE))
     assert {"install", "lint", "test"} <= named
     assert named <= make_targets()
 
