@@ -136,6 +136,23 @@ class MixConfig:
 
 
 @dataclass
+class CurriculumConfig:
+    """Tasks by how hard they have been (docs/curriculum.md)."""
+
+    enabled: bool = False
+    prior: float = 4.0  # rollouts with one half of them solved, which every task starts with
+    floor: float = 0.1  # least weight of a task; the largest is 1
+
+
+def check_curriculum(curriculum: CurriculumConfig) -> None:
+    """Raises UserError for a number that cannot work."""
+    if not 0 < curriculum.floor <= 1:
+        raise UserError(f"curriculum.floor={curriculum.floor} must lie in (0, 1]: at 0 a task could never come again")
+    if not 0 < curriculum.prior < math.inf:
+        raise UserError(f"curriculum.prior={curriculum.prior} must be above 0")
+
+
+@dataclass
 class TasksConfig:
     """Training and held-out tasks: Harbor directories, or generated ones."""
 
@@ -420,6 +437,7 @@ class Config:
     harness: HarnessConfig = field(default_factory=HarnessConfig)
     mix: MixConfig = field(default_factory=MixConfig)
     tasks: TasksConfig = field(default_factory=TasksConfig)
+    curriculum: CurriculumConfig = field(default_factory=CurriculumConfig)
     sandbox: SandboxConfig = field(default_factory=SandboxConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)

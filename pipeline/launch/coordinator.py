@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.config import Config
+from pipeline.launch import draws
 from pipeline.launch.overview import EndedGroups, counts_overview, node_overview, rollouts_overview
 from pipeline.launch.run_directory import Attempt
 from pipeline.launch.storage import Lines, Storage
@@ -26,6 +27,7 @@ from pipeline.stages.advantage import (
     score,
     to_train_group,
 )
+from pipeline.stages.curriculum import Curriculum
 from pipeline.stages.evaluation import Cells
 from pipeline.stages.flow import GroupFlow, ReadyGroup
 from pipeline.stages.outcome import harness_failed
@@ -236,7 +238,7 @@ class Coordinator:
         group = to_train_group(records, work["size"], self.config.algorithm.normalize_std)
         if group is None:
             self.progress.no_contrast += 1
-            self.flow.skip(group_id, "no contrast")
+            self.flow.skip(group_id, "no contrast", records)
             return self._note(group_id, "skipped", "no contrast", engine)
         self._admit(group, engine)
 
@@ -418,6 +420,20 @@ class Coordinator:
         assert self.flow is not None
         with self._changed:
             return self.flow.state.to_json()
+
+    def draw_ahead(self) -> None:
+        """Have a curriculum draw tasks for what may be handed out before this is called again: in every wait."""
+        flow = self.flow
+        if flow is None or not isinstance(flow.schedule, Curriculum):
+            return
+        ahead = self.config.algorithm.max_outstanding_rollouts // self.config.algorithm.group_size
+        while flow.schedule.horizon < flow.state.next_index + ahead:
+            with self._changed:
+                block = flow.schedule.draw(flow.state.difficulty)
+            kept = draws.keep(block, flow.schedule, self.attempt.run, self.storage)  # the disk may be slow: no lock
+            with self._changed:
+                flow.schedule.add(kept)
+                self._supply.notify_all()
 
     def take_batch(self) -> list[ReadyGroup] | None:
         assert self.flow is not None

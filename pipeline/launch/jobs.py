@@ -16,6 +16,7 @@ from pipeline.config import Config, UserError
 from pipeline.harness.base import register
 from pipeline.launch import allocation, preflight, slurm
 from pipeline.launch.data import load_split, load_splits
+from pipeline.launch.draws import draw_until, open_schedule
 from pipeline.launch.gates import check_all, ensure_gates
 from pipeline.launch.local import RunFailed, RunStopped, claim, follow, living, start_over
 from pipeline.launch.plan import plan
@@ -29,7 +30,6 @@ from pipeline.sandbox.base import make_sandbox
 from pipeline.stages import advantage as advantage_stage
 from pipeline.stages.evaluation import INCOMPLETE, Cells, evaluation_specs, is_graded, read_cell
 from pipeline.stages.rollout import graded_again
-from pipeline.stages.schedule import make_schedule
 from pipeline.stages.verification import verify as verify_workspace
 from pipeline.tasks.harbor import load_task
 
@@ -126,8 +126,9 @@ def rollout(config: Config) -> int:
     run = _open(config)
     _, model_dir = _newest_weights(config, run)
     train_tasks, _ = load_splits(config, run)
-    schedule = make_schedule(train_tasks, config)
     flow = read_flow(run.checkpoints)
+    schedule = open_schedule(train_tasks, config, run, flow.next_index)
+    draw_until(schedule, flow.difficulty, len(flow.ended) + config.stage.groups, run)
     coming = (schedule.group(index) for index in itertools.count())
     specs = list(itertools.islice((s for s in coming if s.group_id not in flow.ended), config.stage.groups))
     cells = Cells(_stage(run, "rollout"), specs, config.harness.retries)

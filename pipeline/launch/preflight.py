@@ -8,7 +8,7 @@ from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
 
-from pipeline.config import ClusterConfig, Config, UserError, check_algorithm, check_training
+from pipeline.config import ClusterConfig, Config, UserError, check_algorithm, check_curriculum, check_training
 from pipeline.engine.device import transfer_kind
 from pipeline.engine.server import reserve_port
 from pipeline.harness.base import HarnessRecipe, get_harness, harness_root
@@ -35,6 +35,7 @@ def check_settings(config: Config, port_is_ours: bool = False) -> str:
     _check_names(config)
     check_algorithm(config.algorithm)
     check_training(config.training)
+    check_curriculum(config.curriculum)
     _check_model(config)
     _check_harnesses(config)
     _check_place(Path(config.run_dir))

@@ -20,6 +20,7 @@ from pipeline.launch.local import living
 from pipeline.launch.run_directory import RunDirectory
 from pipeline.launch.slurm import SlurmError, queued
 from pipeline.records import RolloutRecord
+from pipeline.report.difficulty_table import print_difficulty
 from pipeline.report.metrics import MetricsLog, read_metrics
 from pipeline.report.plot import learning_curve
 from pipeline.report.results import Meta, build_results, checkpoint_summary, write_results
@@ -38,6 +39,8 @@ def report_run(config: Config, run: RunDirectory) -> int:
     write_text(run.report / "table.md", markdown_table(results))
     write_results(run.results, results)
     print_results(results, Console())
+    if run.difficulty.exists():
+        print_difficulty(json.loads(run.difficulty.read_text()), Console())
     print(f"results: {run.results}\ncurve:   {run.report / 'curve.png'}")
     wanted = [label for label in ("before", "after") if getattr(config.evaluation, label)]
     whole = all((results[label] or {"coverage": 0.0})["coverage"] >= 1.0 for label in wanted)

@@ -65,6 +65,16 @@ class RunDirectory:
         return self.report / "results.json"
 
     @property
+    def difficulty(self) -> Path:
+        """Figures of each task and harness, as of the newest checkpoint."""
+        return self.root / "difficulty.json"
+
+    @property
+    def curriculum(self) -> Path:
+        """Which tasks were drawn, block by block."""
+        return self.root / "curriculum"
+
+    @property
     def status(self) -> Path:
         """The coordinator's last snapshot, for `yoke status` where the coordinator cannot be asked."""
         return self.root / "status.json"

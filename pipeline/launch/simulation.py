@@ -20,10 +20,10 @@ from typing import Any
 
 from pipeline.config import AlgorithmConfig, Config
 from pipeline.launch.coordinator import LONG_POLL_S, Coordinator, spec_from_json
+from pipeline.launch.draws import open_schedule
 from pipeline.launch.run_directory import RunDirectory
 from pipeline.records import GroupSpec, Outcome, PolicyVersion, RolloutRecord, TaskRef, Verdict
 from pipeline.stages.flow import Ending, FlowState, GroupFlow, ReadyGroup, is_usable
-from pipeline.stages.schedule import make_schedule
 
 HEARTBEAT_S = 1.0
 HEARTBEATS = 5  # simulated as one
@@ -161,8 +161,7 @@ class _Run:
         self.random = random.Random(f"{config.seed}/{nodes}")
         self.saved = (FlowState().to_json(), dict[str, int]())  # the newest checkpoint, and what it has trained
         self.finished: dict[tuple[str, int], RolloutRecord] = {}  # rollouts on disk; of each the newest
-        tasks = [TaskRef(f"t{number}", Path(f"t{number}")) for number in range(TASKS)]
-        self.schedule = make_schedule(tasks, config)
+        self.tasks = [TaskRef(f"t{number}", Path(f"t{number}")) for number in range(TASKS)]
         self.over = False
         self.attempt = 0
         self.engines: list[_Engine] = []
@@ -177,10 +176,10 @@ class _Run:
         self.tally.trained = dict(trained)
         flow_state = FlowState.from_json(FlowState.from_json(state).to_json())
         config = self.config
+        schedule = open_schedule(self.tasks, config, self.run_directory, flow_state.next_index)
         self.flow = GroupFlow(
-            self.schedule, config.algorithm, config.training.updates, flow_state, attempt.number,
-            config.mix.set_aside_after,
-        )  # fmt: skip
+            schedule, config.algorithm, config.training.updates, flow_state, attempt.number, config.mix.set_aside_after
+        )
         self.coordinator = Coordinator(config, attempt, self.flow, self.clock)
         self.coordinator.set_phase("train")
         self.engines = [_Engine(self, f"node{number}") for number in range(self.nodes)]
@@ -404,6 +403,7 @@ class _Trainer:
         if not self.waiting or self.run.over:
             return
         with self.run.timed():
+            self.run.coordinator.draw_ahead()
             lost = self.run.coordinator.lost_engines(SILENCE_S)
             batch = self.run.coordinator.take_batch()
             unsynced = self.run.coordinator.unsynced(str(self.run.flow.version))

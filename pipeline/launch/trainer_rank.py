@@ -18,6 +18,7 @@ from pipeline.engine.transfer import SyncTimings
 from pipeline.launch.checkpoint_evaluations import CheckpointEvaluations
 from pipeline.launch.coordinator import FLUSH_S, Coordinator, Engine, aside_text
 from pipeline.launch.data import load_splits
+from pipeline.launch.draws import open_schedule
 from pipeline.launch.rendezvous import ANYWHERE, join_trainers, own_host
 from pipeline.launch.rpc import RpcServer
 from pipeline.launch.run_directory import RENDEZVOUS_S, Attempt
@@ -25,10 +26,10 @@ from pipeline.launch.snapshotter import Snapshotter
 from pipeline.launch.storage import Saving
 from pipeline.launch.team import Target, TrainerTeam
 from pipeline.report.metrics import MetricsLog, begin_metrics, evaluation_metrics, group_metrics, rollout_metrics
-from pipeline.report.store import point
+from pipeline.report.store import point, write_json
+from pipeline.stages import difficulty
 from pipeline.stages.evaluation import Cells, evaluation_specs
 from pipeline.stages.flow import FlowState, GroupFlow, ReadyGroup
-from pipeline.stages.schedule import make_schedule
 from pipeline.stages.update import fresh_state, open_trainer
 from pipeline.training.checkpoint import CheckpointError
 
@@ -83,7 +84,7 @@ class TrainerRank:
         self.team = TrainerTeam(config, attempt, 0, self.trainer)
         self.state = self._load_state()
         flow_state = FlowState.from_json(self.state["flow"])
-        schedule = make_schedule(self.train_tasks, config)
+        schedule = open_schedule(self.train_tasks, config, self.run, flow_state.next_index)
         self.flow = GroupFlow(
             schedule,
             config.algorithm,
@@ -124,6 +125,7 @@ class TrainerRank:
         )
         try:
             self._recall_alarms()
+            self._publish_difficulty()
             with self._phase("start"):
                 self._await_engine()
             self._publish("ready", {"engines": sorted(self.coordinator.engines), "time": time.time()})
@@ -233,6 +235,7 @@ class TrainerRank:
         """Wait for the next update's groups, keeping engines synced and watched meanwhile."""
         deadline = time.monotonic() + STALL_S
         while True:
+            self.coordinator.draw_ahead()
             batch = self.coordinator.take_batch()
             if batch is not None:
                 return batch
@@ -338,7 +341,14 @@ class TrainerRank:
         self.state |= {"flow": self.coordinator.flow_state(), "attempt": self.attempt.number}
         self.team.save(self.run.checkpoints, self.state)
         self.coordinator.lines.flush(FLUSH_S)
+        self._publish_difficulty()
         self.evaluations.saved(self.flow.state.update)
+
+    def _publish_difficulty(self) -> None:
+        """As the newest checkpoint has it."""
+        flow = FlowState.from_json(self.state["flow"])
+        found = difficulty.report(flow.difficulty, flow.update)
+        self.storage.publish("write difficulty.json", lambda: write_json(self.run.difficulty, found))
 
     def _insist(self, write: Callable[[], None]) -> None:
         """Until a collective ``write`` works. Raises StorageLost when it has been failing for too long."""

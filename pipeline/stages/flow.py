@@ -14,6 +14,7 @@ from typing import Any
 
 from pipeline.config import AlgorithmConfig
 from pipeline.records import GroupSpec, PolicyVersion, RolloutRecord, TrainGroup
+from pipeline.stages.difficulty import Counted, Seen, count, seen_in
 from pipeline.stages.schedule import Schedule
 
 
@@ -36,6 +37,7 @@ class FlowState:
     lineage: list[list[int]] = field(default_factory=list)  # [attempt, version_n at which it began], oldest first
     failing: dict[str, int] = field(default_factory=dict)  # harness → groups that failed by it, one after the other
     set_aside: dict[str, str] = field(default_factory=dict)  # harness that gets no more groups → why
+    difficulty: Counted = field(default_factory=dict)  # of the groups that ended after they came back
 
     def to_json(self) -> dict[str, Any]:
         """A copy that later changes do not reach: whatever is put into these containers is never changed itself."""
@@ -125,7 +127,8 @@ class GroupFlow:
     def lease(self, engine: str, serves: PolicyVersion) -> Lease | None:
         """The next group for ``engine``, which now serves ``serves``.
 
-        None while no credit is left, the remaining updates need no more groups, or every harness is set aside.
+        None while no credit is left, the remaining updates need no more groups, every harness is set aside, or a
+        curriculum has not drawn any further.
         """
         algorithm = self.algorithm
         if self.stranded:
@@ -137,14 +140,16 @@ class GroupFlow:
         if self.outstanding_rollouts + algorithm.group_size > algorithm.max_outstanding_rollouts:
             return None
         spec = self._next_spec()
+        if spec is None:
+            return None
         self._lease_count += 1
         lease = Lease(self._lease_count, spec, engine, serves)
         self.leases[spec.group_id] = lease
         return lease
 
-    def _next_spec(self) -> GroupSpec:
+    def _next_spec(self) -> GroupSpec | None:
         """The next group that has not ended; those of a harness that is set aside end here."""
-        while True:
+        while self.pending or self.state.next_index < self.schedule.horizon:
             spec = self.pending.popleft() if self.pending else self._scheduled()
             if spec.group_id in self.state.ended:
                 continue
@@ -152,6 +157,7 @@ class GroupFlow:
                 return spec
             self.state.ended[spec.group_id] = [Ending.ABANDONED.value, self._aside(spec.harness)]
             self.passed_over.append(spec)
+        return None
 
     def _scheduled(self) -> GroupSpec:
         self.state.next_index += 1
@@ -187,10 +193,11 @@ class GroupFlow:
         lease = self.leases.pop(group.group_id)
         self.ready.append(ReadyGroup(group, version, lease.spec))
 
-    def skip(self, group_id: str, reason: str) -> None:
+    def skip(self, group_id: str, reason: str, records: Sequence[RolloutRecord] = ()) -> None:
         """A closed group that can teach nothing (no contrast); another one is scheduled in its place."""
-        del self.leases[group_id]
+        lease = self.leases.pop(group_id)
         self.skipped_since_update += 1
+        self._note_difficulty(lease.spec, seen_in(records, contrast=False))
         self.state.ended[group_id] = [Ending.SKIPPED.value, reason]
 
     def fail(self, group_id: str, reason: str) -> bool:
@@ -207,7 +214,11 @@ class GroupFlow:
             return True
         del self.leases[group_id]
         self.state.ended[group_id] = [Ending.ABANDONED.value, reason]
+        self._note_difficulty(lease.spec, Seen(abandoned=1))
         return False
+
+    def _note_difficulty(self, spec: GroupSpec, seen: Seen) -> None:
+        count(self.state.difficulty, spec.harness, spec.task.task_id, seen)
 
     # --- harnesses that keep failing
 
@@ -298,6 +309,7 @@ class GroupFlow:
         """
         for ready in batch:
             self.state.ended[ready.group.group_id] = [Ending.TRAINED.value, f"update {self.state.update}"]
+            self._note_difficulty(ready.spec, seen_in(ready.group.rollouts, contrast=True))
         self._updating = False
         self.state.update += 1
         self.state.version_n += 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -29,6 +30,11 @@ class Schedule:
     seed: int
     weights: Mapping[str, float] = field(default_factory=dict)
     _orders: dict[int, list[int]] = field(default_factory=dict, init=False, repr=False, compare=False)
+
+    @property
+    def horizon(self) -> int:
+        """How many places are known so far: here all of them."""
+        return sys.maxsize
 
     def group(self, index: int) -> GroupSpec:
         """The group at place ``index`` of the endless schedule."""
@@ -63,7 +69,7 @@ class Schedule:
 
 
 def make_schedule(tasks: Sequence[TaskRef], config: Config) -> Schedule:
-    """The schedule of a run over ``tasks``."""
+    """The schedule of a run over ``tasks`` without a curriculum."""
     return Schedule(tasks, config.mix.harnesses, config.algorithm.group_size, config.seed, config.mix.weights)
 
 

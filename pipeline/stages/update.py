@@ -12,6 +12,7 @@ from typing import Any
 
 from pipeline.config import Config, UserError
 from pipeline.records import TrainGroup
+from pipeline.stages.difficulty import count, seen_in
 from pipeline.stages.flow import Ending, FlowState
 from pipeline.stages.weights import NEWEST, kept, model_dir, select
 from pipeline.training.checkpoint import STATE_FILE, newest
@@ -51,6 +52,9 @@ def update_once(config: Config, checkpoints: Path, groups: Sequence[TrainGroup])
         raise UserError(f"{', '.join(again)} ended in an earlier update: no group is trained twice")
     metrics = trainer.update(groups)
     flow.ended |= {group.group_id: [Ending.TRAINED, f"update {flow.update}"] for group in groups}
+    for group in groups:
+        seen = seen_in(group.rollouts, contrast=True)
+        count(flow.difficulty, group.harness, group.rollouts[0].task_id, seen)
     flow.update += 1
     flow.version_n += 1
     trainer.save(checkpoints, state | {"flow": flow.to_json()})

@@ -117,5 +117,11 @@ def assert_every_group_ended_once(run_dir: Path, updates: int) -> None:
             before = claimed.get(entry["group"])
             assert before is None or before[0] < attempt, "within one attempt no group is trained twice"
             claimed[entry["group"]] = (attempt, entry["reason"])
+    counts = Counter(ending for ending, _ in state["ended"].values())
+    counted = json.loads((run_dir / "difficulty.json").read_text())
+    assert counted["update"] == updates
+    for parts in (counted["harnesses"], counted["tasks"]):
+        assert sum(own["groups"] for own in parts.values()) == counts["trained"] + counts["skipped"], "each once"
+        assert sum(own["no_contrast"] for own in parts.values()) == counts["skipped"]
     for group in trained:
         assert state["ended"][group][1] == claimed[group][1], "what counts is the last attempt's training of it"

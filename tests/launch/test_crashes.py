@@ -18,6 +18,7 @@ SETTINGS = [
     "evaluation.after=false",
     "tasks.check=false",
     "cluster.max_attempts=6",
+    "curriculum=difficulty",
 ]
 PARTS = ["sandbox", "shard", "vllm", "trainer", "launcher"]
 DEADLINE_S = 540.0
