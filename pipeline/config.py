@@ -397,6 +397,8 @@ class SimulateConfig:
     call_s: float = 0.002
     no_contrast: float = 0.3
     ungraded: float = 0.01
+    sync_failures: float = 0.0  # share of the pushes into one engine
+    lost_calls: float = 0.0  # share of the calls to the coordinator that bring or take a group
     engine_loss_h: float = 0.0  # between two losses of one node's engine; 0 = never
     engine_back_s: float = 300.0
     interruption_h: float = 0.0  # between two of the whole job; 0 = never

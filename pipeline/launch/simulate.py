@@ -15,7 +15,7 @@ from pipeline.config import Config, SimulateConfig, UserError
 from pipeline.launch.simulation import HOUR_S, Simulated, simulate
 
 IDLE = 0.1  # share of the slots' time that is worth a word
-SHARES = ("no_contrast", "ungraded", "warned")
+SHARES = ("no_contrast", "ungraded", "sync_failures", "lost_calls", "warned")
 
 COLUMNS: tuple[tuple[str, Callable[[Simulated], str]], ...] = (
     ("nodes", lambda end: str(end.nodes)),
@@ -69,8 +69,10 @@ def check(settings: SimulateConfig) -> None:
     for name, value in vars(settings).items():
         if isinstance(value, int | float) and value < 0:
             raise UserError(f"simulate.{name}={value}: must not be negative")
-    if settings.no_contrast == 1 or settings.rollout_s == 0:
-        raise UserError("simulate.no_contrast=1 or simulate.rollout_s=0: such a run would never end")
+    if max(settings.sync_failures, settings.lost_calls) == 1 or settings.no_contrast == 1 or settings.rollout_s == 0:
+        raise UserError(
+            "simulate.no_contrast, sync_failures or lost_calls of 1, or rollout_s of 0: such a run would never end"
+        )
 
 
 def table(results: list[Simulated]) -> Table:

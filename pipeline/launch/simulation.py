@@ -1,13 +1,16 @@
 """A run of many nodes on a virtual clock: the real schedule, flow control, coordinator, advantage and ledger, with
 scripted engines and a scripted trainer.
 
-What it leaves out: sockets, group files, and that an engine is slower the more rollouts it serves.
+Engines die, fail to take weights and lose calls; the whole job is interrupted. What was promised is checked from what
+the scripted engines saw, not from what the flow says of itself. What it leaves out: sockets, group files, and that an
+engine is slower the more rollouts it serves.
 """
 
 from __future__ import annotations
 
 import heapq
 import itertools
+import json
 import math
 import random
 import time
@@ -18,12 +21,13 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from pipeline.config import AlgorithmConfig, Config
-from pipeline.launch.coordinator import LONG_POLL_S, Coordinator, spec_from_json
+from pipeline.config import AlgorithmConfig, Config, UserError
+from pipeline.launch.coordinator import LONG_POLL_S, Coordinator, Engine, spec_from_json
 from pipeline.launch.draws import open_schedule
 from pipeline.launch.run_directory import RunDirectory
 from pipeline.records import GroupSpec, Outcome, PolicyVersion, RolloutRecord, TaskRef, Verdict
-from pipeline.stages.flow import Ending, FlowState, GroupFlow, ReadyGroup, is_usable
+from pipeline.stages.difficulty import by_task
+from pipeline.stages.flow import Ending, FlowState, GroupFlow, ReadyGroup, is_ancestor, is_usable
 
 HEARTBEAT_S = 1.0
 HEARTBEATS = 5  # simulated as one
@@ -31,6 +35,9 @@ SILENCE_S = 30.0
 LOOK_S = 0.5  # the trainer looks this often when nothing changes
 HOUR_S = 3600.0
 LONGEST_S = 7 * 24 * HOUR_S  # of simulated time: a run that has not ended by then never will
+STALL_S = 1800.0  # a trainer that has waited so long for a batch gives up
+AGAIN_S = 1.0  # after a call that got no answer
+SERVED = "served"  # in a rollout's info: every policy version that its engine served meanwhile
 TASKS = 512
 
 
@@ -61,7 +68,14 @@ class Tally:
     slots: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))  # state of a slot → slot seconds
     calls: Counter[str] = field(default_factory=Counter)  # method of the coordinator → calls
     trainer: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))  # what it did → seconds
-    staleness: list[int] = field(default_factory=list)  # of every trained group
+    staleness: list[int] = field(default_factory=list)  # of every trained group, by the flow
+    ages: list[int] = field(default_factory=list)  # of what each trained rollout was sampled with, by its engine
+    spanning: int = 0  # trained rollouts that were in flight during a sync
+    most_outstanding: int = 0  # rollouts that were out or waiting for their update at once
+    most_queued: int = 0  # rollouts that waited for a slot of one engine at once
+    failed_syncs: int = 0
+    lost_calls: int = 0
+    broken: list[str] = field(default_factory=list)  # promises, when it was seen
     trained: dict[str, int] = field(default_factory=dict)  # group → update, as the newest checkpoint's run had it
     interruptions: list[tuple[int, int]] = field(default_factory=list)  # (rollouts in flight, rollouts lost)
     engine_losses: list[tuple[int, int]] = field(default_factory=list)
@@ -98,16 +112,25 @@ class Simulated:
         """Broken promises: each group ends exactly once, within the bound of staleness; empty when all were kept."""
         ended, counted = self.state.ended, self.tally.trained
         trained = {group for group, (ending, _) in ended.items() if ending == Ending.TRAINED}
-        updates, oldest = first_updates(self.config), max(self.tally.staleness, default=0)
+        updates, oldest = first_updates(self.config), max([*self.tally.staleness, *self.tally.ages], default=0)
+        skipped = sum(ending == Ending.SKIPPED for ending, _ in ended.values())
+        seen = list(by_task(self.state.difficulty).values())
+        figures = (sum(own.groups for own in seen), sum(own.no_contrast for own in seen))
+        algorithm, most = self.config.algorithm, self.tally.most_outstanding
+        queue = self.config.concurrency - 1 + algorithm.group_size
         lost = [pair for pair in (*self.tally.interruptions, *self.tally.engine_losses) if pair[1] > pair[0]]
         found = (
             (set(self.scheduled) != set(ended), f"{len(set(self.scheduled) ^ set(ended))} groups lost or made up"),
             (trained != set(counted), f"{len(trained ^ set(counted))} groups trained and not counted, or not trained"),
             (self.state.update != updates, f"{self.state.update} updates instead of {updates}"),
-            (oldest > self.config.algorithm.max_staleness, f"a group was trained {oldest} updates late"),
+            (oldest > algorithm.max_staleness, f"a group was trained {oldest} updates late"),
+            (min(self.tally.ages, default=0) < 0, "a rollout was trained before the update that sampled it"),
+            (most > algorithm.max_outstanding_rollouts, f"{most} rollouts were out or waiting at once"),
+            (self.tally.most_queued > queue, f"{self.tally.most_queued} rollouts waited for a slot of one engine"),
+            (figures != (len(trained) + skipped, skipped), f"(groups, without contrast) in the figures: {figures}"),
             (bool(lost), f"(in flight, lost): {lost}"),
         )
-        return [text for broken, text in found if broken]
+        return [*dict.fromkeys(self.tally.broken), *(text for broken, text in found if broken)]
 
 
 def simulate(config: Config, nodes: int, place: Path) -> Simulated:
@@ -148,6 +171,7 @@ class _Rollout:
     spec: GroupSpec
     index: int
     records: list[RolloutRecord]  # of its group so far
+    served: list[str] = field(default_factory=list)  # policy versions, while it ran
 
 
 class _Run:
@@ -159,7 +183,8 @@ class _Run:
         self.updates = first_updates(config)
         self.clock, self.tally = Clock(), Tally()
         self.random = random.Random(f"{config.seed}/{nodes}")
-        self.saved = (FlowState().to_json(), dict[str, int]())  # the newest checkpoint, and what it has trained
+        self.saved = (json.dumps(FlowState().to_json()), dict[str, int]())  # newest checkpoint, and what it has trained
+        self.closed: dict[str, set[frozenset[str]]] = {}  # group → the graded rollouts of each time it came back
         self.finished: dict[tuple[str, int], RolloutRecord] = {}  # rollouts on disk; of each the newest
         self.tasks = [TaskRef(f"t{number}", Path(f"t{number}")) for number in range(TASKS)]
         self.over = False
@@ -174,7 +199,7 @@ class _Run:
         self.attempt = attempt.number
         state, trained = self.saved
         self.tally.trained = dict(trained)
-        flow_state = FlowState.from_json(FlowState.from_json(state).to_json())
+        flow_state = FlowState.from_json(json.loads(state))
         config = self.config
         schedule = open_schedule(self.tasks, config, self.run_directory, flow_state.next_index)
         self.flow = GroupFlow(
@@ -207,7 +232,15 @@ class _Run:
         """One call of the real coordinator, counted and timed."""
         self.tally.calls[method] += 1
         with self.timed():
-            return getattr(self.coordinator, method)(**arguments)
+            answer = getattr(self.coordinator, method)(**arguments)
+        self.tally.most_outstanding = max(self.tally.most_outstanding, self.flow.outstanding_rollouts)
+        return answer
+
+    def loses_call(self) -> bool:
+        """Whether this call, or the answer to it, gets lost."""
+        lost = self.random.random() < self.times.lost_calls
+        self.tally.lost_calls += lost
+        return lost
 
     @contextmanager
     def timed(self) -> Iterator[None]:
@@ -263,6 +296,7 @@ class _Engine:
         self.running: list[_Rollout] = []
         self.queue: deque[_Rollout] = deque()
         self.held: set[str] = set()
+        self.serves = ""  # the policy version that its vLLM really has
         self.state, self.since = "starting", run.clock.now
         self._plan_loss()
 
@@ -271,13 +305,35 @@ class _Engine:
         self.run.call("register", engine=self.name, url="", control_url="")
         self._enter("syncing")
 
+    def take_weights(self, version: str) -> bool:
+        """The trainer pushes weights, under which what is in flight goes on. Whether that worked."""
+        if not self.alive:
+            return False
+        if self.run.random.random() < self.run.times.sync_failures:
+            self.run.tally.failed_syncs += 1
+            self._restart()
+            return False
+        self.serves = version
+        for rollout in self.running:
+            rollout.served.append(version)
+        return True
+
     def synced(self) -> None:
-        """The trainer pushed weights: from the first time on there is work."""
-        if self.state == "syncing":
+        """The coordinator knows of the weights: from the first time on there is work."""
+        if self.state == "syncing" and self.serves:
+            self._fill()
             self.want()
+
+    def _restart(self) -> None:
+        """Its weights are in doubt, so its vLLM starts again; the rank keeps its groups."""
+        self._enter("down")
+        self.serves = ""
+        self.run.call("unregister", engine=self.name)
+        self._later(self.run.times.start_s, self.come_up)
 
     def go_down(self) -> None:
         self._enter("down")
+        self.serves = ""
         self.alive, self.life = False, self.life + 1
         self.running.clear()
         self.queue.clear()
@@ -323,6 +379,8 @@ class _Engine:
 
     def ask(self) -> bool:
         """Whether there was a group for this engine."""
+        if not self.serves:
+            return False  # it asks again when it has weights
         waited = self.run.clock.now - self.since if self.state == "hungry" else 0.0
         self.run.tally.calls["lease"] += int(waited // LONG_POLL_S)  # polls that ended empty
         answer = self.run.call("lease", engine=self.name, wait_s=0.0)
@@ -330,6 +388,10 @@ class _Engine:
             if self.state != "hungry":
                 self._enter("hungry")
             return False
+        if self.run.loses_call():  # the coordinator believes that the group is here
+            self._enter("asking")
+            self._later(AGAIN_S, self.want)
+            return True
         self._begin(answer["work"])
         self.want()
         return True
@@ -340,10 +402,11 @@ class _Engine:
         self.held.add(spec.group_id)
         self.queue.extend(_Rollout(work, spec, index, records) for index in work["indices"])
         self._fill()
+        self.run.tally.most_queued = max(self.run.tally.most_queued, len(self.queue))
 
     def _fill(self) -> None:
         self._enter(self.state)
-        while self.queue and len(self.running) < self.run.config.concurrency:
+        while self.serves and self.queue and len(self.running) < self.run.config.concurrency:
             rollout = self.queue.popleft()
             kept = self.run.finished.get((rollout.spec.group_id, rollout.index))
             if kept is not None and is_usable(kept, rollout.work["keep_from"], rollout.work["lineage"]):
@@ -352,37 +415,51 @@ class _Engine:
                 continue
             self.running.append(rollout)
             self.run.tally.running += 1
-            self._start(rollout, PolicyVersion.parse(self.run.coordinator.engines[self.name].weights))
+            rollout.served.append(self.serves)
+            self._start(rollout)
 
-    def _start(self, rollout: _Rollout, version: PolicyVersion) -> None:
+    def _start(self, rollout: _Rollout) -> None:
         seconds = script_seconds(self.run.random, self.run.config, rollout.spec.harness)
-        self._later(seconds, lambda: self._end(rollout, version, seconds))
+        self._later(seconds, lambda: self._end(rollout, seconds))
 
-    def _end(self, rollout: _Rollout, version: PolicyVersion, seconds: float) -> None:
+    def _end(self, rollout: _Rollout, seconds: float) -> None:
         self._enter(self.state)
         self.running.remove(rollout)
         self.run.tally.running -= 1
-        newest = PolicyVersion.parse(self.run.coordinator.engines[self.name].weights or str(version))
-        self._add(rollout, script_record(self.run.config, rollout.spec, rollout.index, version, newest, seconds))
+        outage = not self.serves  # its vLLM is down at the end: no answer
+        record = script_record(self.run.config, rollout.spec, rollout.index, rollout.served, seconds, outage)
+        self._add(rollout, record)
         self._fill()
         if self.state == "supplied":
             self.want()
 
     def _add(self, rollout: _Rollout, record: RolloutRecord) -> None:
         rollout.records.append(record)
-        self.run.finished[(rollout.spec.group_id, rollout.index)] = record
+        if record.verdict.correctness is not None:
+            self.run.finished[(rollout.spec.group_id, rollout.index)] = record
         if len(rollout.records) == rollout.spec.size:
             self._later(self.run.times.call_s, lambda: self._close(rollout))
 
     def _close(self, rollout: _Rollout) -> None:
         records = tuple(sorted(rollout.records, key=lambda record: record.index))
-        self.run.tally.calls["close"] += 1
-        self.run.tally.groups_closed += 1
-        with self.run.timed():
-            self.run.coordinator.take_back(self.name, rollout.work, records)
+        lost = self.run.loses_call()
+        if not lost or self.run.random.random() < 0.5:  # the answer gets lost on the way back
+            self._take_back(rollout, records)
+        if lost:
+            return self._later(AGAIN_S, lambda: self._close(rollout))
         self.held.discard(rollout.spec.group_id)
         self.run.changed()
         self.run.trainer.look()
+
+    def _take_back(self, rollout: _Rollout, records: tuple[RolloutRecord, ...]) -> None:
+        if len(records) != rollout.spec.size:
+            self.run.tally.broken.append(f"a group of {rollout.spec.size} came back with {len(records)} rollouts")
+        self.run.tally.calls["close"] += 1
+        self.run.tally.groups_closed += 1
+        graded = frozenset(sign(record) for record in records if record.verdict.correctness is not None)
+        self.run.closed.setdefault(rollout.spec.group_id, set()).add(graded)
+        with self.run.timed():
+            self.run.coordinator.take_back(self.name, rollout.work, records)
 
 
 class _Trainer:
@@ -392,6 +469,7 @@ class _Trainer:
         self.run = run
         self.waiting = True
         self.doing, self.since = "start", run.clock.now
+        self.last_batch = run.clock.now
         self._looking = False
 
     def _enter(self, doing: str) -> None:
@@ -410,7 +488,11 @@ class _Trainer:
         if batch is not None:
             return self._update(batch)
         if unsynced:
-            return self._sync()
+            return self._sync(unsynced)
+        if self.run.clock.now - self.last_batch > STALL_S:
+            raise UserError(
+                f"no batch within {STALL_S:g} s: {self.run.coordinator.status()['now']}; so would a real run end"
+            )
         if lost:
             self.run.changed()
         if not self._looking:
@@ -427,8 +509,21 @@ class _Trainer:
         for ready in batch:
             assert ready.group.group_id not in self.run.tally.trained, "a group is trained twice"
             self.run.tally.trained[ready.group.group_id] = self.run.flow.state.update
+            self._inspect(ready)
         self.run.tally.staleness += self.run.flow.staleness(batch)
         self.run.after(self.run.times.update_s, lambda: self._updated(batch))
+
+    def _inspect(self, ready: ReadyGroup) -> None:
+        """What the engines know of a group that is trained: it is whole, and of the present weights' ancestors."""
+        tally, flow, records = self.run.tally, self.run.flow, ready.group.rollouts
+        if frozenset(map(sign, records)) not in self.run.closed[ready.group.group_id]:
+            tally.broken.append("a torn group was trained")
+        for record in records:
+            versions = [PolicyVersion.parse(version) for version in record.info[SERVED]]
+            tally.ages += [flow.version.n - version.n for version in versions]
+            tally.spanning += len(set(versions)) > 1
+            if not all(is_ancestor(version, flow.state.lineage) for version in versions):
+                tally.broken.append("a rollout of weights that did not lead to the present ones was trained")
 
     def _updated(self, batch: list[ReadyGroup]) -> None:
         with self.run.timed():
@@ -447,21 +542,26 @@ class _Trainer:
         with self.run.timed():
             state = self.run.coordinator.flow_state()
         ended = {g: u for g, u in self.run.tally.trained.items() if g in state["ended"]}
-        self.run.saved = (state, ended)
+        self.run.saved = (json.dumps(state), ended)
 
-    def _sync(self) -> None:
+    def _sync(self, unsynced: list[Engine] | None = None) -> None:
+        """As the real loop: into every engine that lacks the weights now; each may fail by itself."""
         self.waiting = False
         self._enter("sync")
-        self.run.after(self.run.times.sync_s, self._synced)
+        targets = self.run.coordinator.unsynced(str(self.run.flow.version)) if unsynced is None else unsynced
+        self.run.after(self.run.times.sync_s, lambda: self._synced(targets))
 
-    def _synced(self) -> None:
+    def _synced(self, targets: list[Engine]) -> None:
         version = str(self.run.flow.version)
-        for engine in self.run.coordinator.unsynced(version):
-            self.run.coordinator.set_weights(engine, version)
-        for scripted in self.run.engines:
-            scripted.synced()
+        scripted = {engine.name: engine for engine in self.run.engines}
+        for target in targets:
+            if scripted[target.name].take_weights(version):
+                self.run.coordinator.set_weights(target, version)
+            else:
+                self.run.coordinator.drop_engine(target)
+            scripted[target.name].synced()
         self._enter("wait")
-        self.waiting = True
+        self.waiting, self.last_batch = True, self.run.clock.now
         self.run.changed()
         self.look()
 
@@ -483,16 +583,22 @@ def script_seconds(rng: random.Random, config: Config, harness: str) -> float:
 
 
 def script_record(
-    config: Config, spec: GroupSpec, index: int, version: PolicyVersion, newest: PolicyVersion, seconds: float
+    config: Config, spec: GroupSpec, index: int, served: list[str], seconds: float, outage: bool = False
 ) -> RolloutRecord:
     """What a rollout comes to: some are spoilt, and in some groups all score the same."""
-    own = random.Random(f"{config.seed}/{spec.group_id}/{index}/{version}")
+    versions = sorted({PolicyVersion.parse(version) for version in served})
+    own = random.Random(f"{config.seed}/{spec.group_id}/{index}/{versions[0]}")
     alike = random.Random(f"{config.seed}/{spec.group_id}").random() < config.simulate.no_contrast
-    spoilt = own.random() < config.simulate.ungraded
+    spoilt = outage or own.random() < config.simulate.ungraded
     correctness = None if spoilt else 1.0 if alike else float(index % 2)
     outcome = Outcome.INFRASTRUCTURE if spoilt else Outcome.SOLVED if correctness else Outcome.UNSOLVED
     verdict = Verdict(None, correctness, 5, "scripted: spoilt" if spoilt else "")
     return RolloutRecord(
         f"{spec.group_id}-{index}", spec.group_id, index, spec.task.task_id, spec.harness, outcome, verdict, (),
-        version, newest, 10, 0, 0, 20_000, 2_000, seconds, {},
+        versions[0], versions[-1], 10, 0, 0, 20_000, 2_000, seconds, {SERVED: served},
     )  # fmt: skip
+
+
+def sign(record: RolloutRecord) -> str:
+    """Which rollout it is, and under which weights it ran."""
+    return f"{record.rollout_id}/{','.join(record.info[SERVED])}/{record.wall_s}"
