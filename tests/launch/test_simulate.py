@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from pipeline.cli import compose_config
 from pipeline.config import Config, UserError
 from pipeline.launch import simulate as job
+from pipeline.launch.run_directory import RunDirectory
 from pipeline.launch.simulation import Simulated, simulate
 from pipeline.report.store import read_jsonl
 
@@ -81,6 +82,8 @@ def test_the_same_seed_gives_the_same_run(tmp_path: Path) -> None:
     warned=st.sampled_from([0.0, 0.5, 1.0]),
     back_s=st.sampled_from([5.0, 300.0]),
     staleness=st.integers(1, 3),
+    trouble=st.sampled_from([0.0, 0.1, 0.3]),
+    curriculum=st.booleans(),
 )
 def test_promises_hold_whatever_is_lost(
     tmp_path_factory: pytest.TempPathFactory,
@@ -91,12 +94,17 @@ def test_promises_hold_whatever_is_lost(
     warned: float,
     back_s: float,
     staleness: int,
+    trouble: float,
+    curriculum: bool,
 ) -> None:
-    """Engines that come back before or after they are missed; interruptions with and without a checkpoint."""
+    """Engines that come back before or after they are missed; interruptions with and without a checkpoint; pushes of
+    weights that fail, and calls that get lost.
+    """
     chosen = config(
         seed=seed, simulate__engine_loss_h=engine_loss_h, simulate__interruption_h=interruption_h,
         simulate__warned=warned, simulate__engine_back_s=back_s, algorithm__max_staleness=staleness,
-        simulate__ungraded=0.05,
+        simulate__ungraded=0.05, simulate__sync_failures=trouble, simulate__lost_calls=trouble / 2,
+        curriculum__enabled=curriculum,
     )  # fmt: skip
     end = simulate(chosen, nodes, tmp_path_factory.mktemp("run"))
     assert end.complaints() == []
@@ -123,3 +131,47 @@ def test_wrong_settings_are_told_in_one_line() -> None:
     for change in ({"simulate__nodes": [0]}, {"simulate__no_contrast": 1.5}, {"simulate__update_s": -1.0}):
         with pytest.raises(UserError, match="simulate"):
             job.run(config(**change))
+
+
+EVERYTHING = {
+    "engine_loss_h": 0.5, "interruption_h": 0.5, "sync_failures": 0.1, "lost_calls": 0.05, "ungraded": 0.05,
+    "rollout_s": 90, "update_s": 20, "updates": 12,
+}  # fmt: skip
+
+
+@pytest.mark.slow
+def test_two_hours_of_everything_that_can_go_wrong(tmp_path: Path) -> None:
+    """By what the engines saw: no torn group, no token too old, each group ended once, bounded queues, no deadlock.
+
+    A trainer that waited half an hour for a batch would raise, as in a real run.
+    """
+    ends = []
+    for seed in range(6):
+        changes = {f"simulate__{name}": value for name, value in EVERYTHING.items()}
+        chosen = config(seed=seed, algorithm__stale_wait_s=30.0, curriculum__enabled=seed < 3, **changes)
+        end = simulate(chosen, 3, tmp_path / str(seed))
+        assert end.complaints() == []
+        assert end.seconds > 2 * 3600
+        ages, tally = end.tally.ages, end.tally
+        assert 0 <= min(ages) <= max(ages) <= chosen.algorithm.max_staleness and len(ages) >= len(tally.trained)
+        assert 0 < tally.most_outstanding <= end.config.algorithm.max_outstanding_rollouts
+        assert len(end.state.ended) == len(set(end.scheduled)) == len(end.scheduled)
+        ends.append(tally)
+    happened = {
+        "partial syncs": [tally.failed_syncs for tally in ends],
+        "lost calls": [tally.lost_calls for tally in ends],
+        "rollouts over a sync": [tally.spanning for tally in ends],
+        "crashes": [len(tally.interruptions) for tally in ends],
+        "engine losses": [len(tally.engine_losses) for tally in ends],
+        "kept rollouts": [tally.kept for tally in ends],
+        "dropped groups": [sum(tally.dropped for tally in ends)],
+    }
+    assert all(count for counts in happened.values() for count in counts), happened
+    drawn = RunDirectory(tmp_path / "0").curriculum
+    assert any(drawn.iterdir()) and not RunDirectory(tmp_path / "5").curriculum.exists()
+
+
+def test_a_run_that_can_get_no_batch_is_told(tmp_path: Path) -> None:
+    """Every group has too few graded rollouts: half an hour later the trainer gives up, as the real one."""
+    with pytest.raises(UserError, match="no batch within 1800 s"):
+        simulate(config(simulate__ungraded=1.0), 1, tmp_path)
