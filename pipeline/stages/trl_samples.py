@@ -25,10 +25,11 @@ POSSIBLE: dict[str, tuple[Any, ...]] = {  # what TRL's loss can be
 
 
 def trl_settings(config: Config) -> dict[str, Any]:
-    """The arguments of ``AsyncGRPOConfig`` that Yoke's settings decide. The temperature must be the rollouts' own."""
+    """The arguments of ``AsyncGRPOConfig`` that Yoke's settings decide. Temperature and dtype must be vLLM's own."""
     algorithm, training = config.algorithm, config.training
     return {
         "temperature": config.harness.sampling.temperature,
+        "dtype": config.model.dtype,
         "epsilon": algorithm.clip_low,
         "epsilon_high": algorithm.clip_high,
         "num_generations": algorithm.group_size,

@@ -10,6 +10,7 @@ import itertools
 import json
 import math
 import os
+import re
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -129,6 +130,16 @@ def test_trl_trains_on_a_real_harness(tmp_path: Path, monkeypatch: pytest.Monkey
     assert len(steps) == STEPS and all(math.isfinite(entry["loss"]) and entry["grad_norm"] > 0 for entry in steps)
     assert steps[0]["rollout/pi/reward"] > 0 and max(entry["sample/staleness_max"] for entry in steps) <= 2
     assert not worker._thread.is_alive() and not list(Path(tempfile.gettempdir()).glob(f"yoke-trl-{os.getpid()}-*"))
+
+
+def test_the_docs_show_the_example_as_it_runs() -> None:
+    (block,) = re.findall(r"```python\n(.*?)```", (EXAMPLE.parents[1] / "docs" / "trl.md").read_text(), re.DOTALL)
+    lines = [line.strip() for line in EXAMPLE.read_text().splitlines()]
+    assert {line.strip() for line in block.splitlines()} <= {*lines, *(line.removeprefix("return ") for line in lines)}
+    with pytest.raises(UserError, match="no such directory"):
+        load_example().main("http://127.0.0.1:9", "tasks=harbor", "tasks.train=/nowhere")
+    with pytest.raises(UserError, match=r"tasks\.train is not given"):
+        load_example().main("http://127.0.0.1:9")
 
 
 def test_an_engine_that_trl_does_not_sync_as_needed_is_refused(tmp_path: Path) -> None:
