@@ -199,7 +199,7 @@ class AlgorithmConfig:
     groups_per_update: int = 6
     loss: str = "ppo_clip"  # ppo_clip | gspo | cispo
     aggregation: str = "group_mean"  # group_mean | rollout_mean | token_mean | constant
-    constant_tokens: int = 512  # divisor of aggregation=constant: tokens of a full-length rollout; under TRL: docs/trl.md
+    constant_tokens: int = 512  # divisor of aggregation=constant: tokens of a full-length rollout
     clip_low: float = 0.2
     clip_high: float = 0.2
     decoupled: bool = False  # clip on π/π_prox, correct by π_prox/μ: one more forward an update
