@@ -36,7 +36,12 @@ CONFIG_DIR = Path(pipeline.__file__).parents[1] / "conf"
 JOBS_MODULE = "pipeline.launch.jobs"
 ASSETS = Path(pipeline.__file__).parent / "assets"
 OF_THE_COMMAND = ("run_dir", "fresh", "dry_run", "stage")  # never those that a run was made with
-MOVED = {"algorithm.updates": "training.updates"}  # keys that have another name now
+MOVED = {  # keys that have another name now
+    "algorithm.updates": "training.updates",
+    "collect.rollouts": "collect.tasks",
+    "collect.upstream_url": "collect.teacher_url",
+    "collect.upstream_model": "collect.teacher_model",
+}
 SWEEP_FLAGS = ("-m", "--multirun")  # Hydra's
 
 
@@ -63,8 +68,9 @@ JOBS: dict[str, Job] = {
     "advantage": Job("stage 3: rewards and advantages of closed groups, with reward.fn=… at will", "advantage"),
     "update": Job("stage 4: one update from the groups of `yoke advantage`; writes a checkpoint", "update"),
     "evaluate": Job("stage 5: held-out tasks × harnesses with checkpoints of a run", "evaluate", over_saved=True),
-    "collect": Job("record a scripted teacher's rollouts through the real harness", "collect"),
-    "sft": Job("warm start: supervised learning on what `yoke collect` recorded", "sft"),
+    "collect": Job("record a teacher's solved rollouts through the real harnesses (docs/sft.md)", "collect"),
+    "sft": Job("supervised learning on what `yoke collect` recorded; RL starts from its model (docs/sft.md)", "sft"),
+    "warm_start": Job("make the quick start's model again, from nothing", "warm_start"),
     "report": Job("write the results, the table and the picture of a run or a sweep again", "report", words="[RUN]"),
     "status": Job(
         "how a run stands: its job, updates, reward, nodes and errors, on one screen (docs/status.md)",

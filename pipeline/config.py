@@ -19,6 +19,7 @@ AGGREGATIONS = ("group_mean", "rollout_mean", "token_mean", "constant")
 CORRECTIONS = ("importance", "tis", "mask")
 CORRECTION_UNITS = ("token", "rollout")
 OFFLOADS = {"none": (0, 1, 2, 3), "optimizer": (1, 2, 3), "all": (3,)}  # training.offload → ZeRO stages that can
+SFT_ROWS = ("conversation", "turn")
 HOME_VARIABLE = "YOKE_HOME"
 
 
@@ -334,20 +335,56 @@ class LoggingConfig:
 
 @dataclass
 class CollectConfig:
-    """The teacher whose rollouts `yoke collect` records."""
+    """The teacher whose rollouts `yoke collect` records, and which of them are kept."""
 
-    rollouts: int = 24
-    upstream_url: str | None = (
-        None  # any Chat Completions API (its key: YOKE_UPSTREAM_KEY); null = the scripted teacher
-    )
-    upstream_model: str = "teacher"
+    teacher_url: str | None = None  # base URL of any Chat Completions API; null = the scripted teacher
+    teacher_model: str = "teacher"
+    api_key_env: str = "YOKE_UPSTREAM_KEY"  # the environment variable that holds its key, if it takes one
+    tasks: int = 24  # the first ones of the training split, in each harness of the mix; 0 = all
+    attempts: int = 1  # of one task in one harness, at most
+    keep: int = 0  # with so many kept rollouts of a task in a harness, no further attempt; 0 = no such end
+    min_reward: float = 1.0  # of the verifier, 0 to 1
     lazy: float = 0.5  # scripted: share of tasks answered without acting
     verify: float = 0.15  # scripted: chance of each further needless look
 
 
 @dataclass
 class SftConfig:
-    """The warm start's three phases, and the held-out probabilities at which it stops."""
+    """`yoke sft`: what is learnt from, as which rows, and for how long. Optimiser and DeepSpeed: `training`."""
+
+    data: str | None = None  # recordings: a folder or a file (.parquet, .jsonl); null = collect/ in run_dir
+    rows: str = "conversation"  # conversation | turn
+    reasoning: bool = True  # the teacher's thoughts are learnt too
+    max_length: int | None = None  # rows with more tokens are left out; null = model.max_model_len
+    epochs: float = 2.0
+    learning_rate: float = 1.0e-5
+    warmup_ratio: float = 0.03  # of the steps; after it the rate falls linearly to 0
+    batch_rows: int = 16  # of one optimizer step, on all ranks together
+    micro_rows: int = 1  # of one forward
+    checkpoint_every: int = 50  # steps
+    ranks: int = 0  # processes on this node; 0 = one a GPU, or one
+
+
+def check_sft(sft: SftConfig, ranks: int) -> None:
+    """Refuse, with a UserError, a name or a number of `yoke sft` that cannot work."""
+    if sft.rows not in SFT_ROWS:
+        raise UserError(f"sft.rows={sft.rows} is not known; choose one of {', '.join(SFT_ROWS)}")
+    if sft.max_length is not None and sft.max_length < 1:
+        raise UserError(f"sft.max_length={sft.max_length} must be at least 1")
+    at_once = sft.micro_rows * ranks
+    if sft.micro_rows < 1 or sft.batch_rows < 1 or sft.batch_rows % at_once:
+        raise UserError(
+            f"sft.batch_rows={sft.batch_rows} must be a multiple of sft.micro_rows={sft.micro_rows} × {ranks} ranks"
+        )
+    if not 0 < sft.epochs < math.inf or not 0 < sft.learning_rate < math.inf or not 0 <= sft.warmup_ratio <= 1:
+        raise UserError("sft.epochs and sft.learning_rate must be above 0, sft.warmup_ratio in [0, 1]")
+    if sft.checkpoint_every < 1:
+        raise UserError(f"sft.checkpoint_every={sft.checkpoint_every} must be at least 1")
+
+
+@dataclass
+class WarmStartConfig:
+    """The quick start's model from nothing: three phases, and the held-out probabilities at which it stops."""
 
     threads: int = 2
     copy_steps: int = 300  # at most
@@ -448,6 +485,7 @@ class Config:
     logging: LoggingConfig = field(default_factory=LoggingConfig)
     collect: CollectConfig = field(default_factory=CollectConfig)
     sft: SftConfig = field(default_factory=SftConfig)
+    warm_start: WarmStartConfig = field(default_factory=WarmStartConfig)
     proxy: ProxyConfig = field(default_factory=ProxyConfig)
     stage: StageConfig = field(default_factory=StageConfig)
     sweep: SweepConfig = field(default_factory=SweepConfig)

@@ -211,17 +211,25 @@ def update(config: Config) -> int:
 
 
 def collect(config: Config) -> int:
-    """Record a scripted teacher through the real harness and proxy."""
+    """Record a teacher through the real harnesses and the proxy."""
     from pipeline.stages.collect import run_collect
 
-    return run_collect(config)
+    return run_collect(replace(config, fresh=config.fresh and not allocation.restarted()))
 
 
 def sft(config: Config) -> int:
-    """Warm start from what `yoke collect` recorded."""
+    """Supervised learning on what `yoke collect` recorded."""
     from pipeline.stages.sft import run_sft
 
-    return run_sft(config)
+    config = replace(config, fresh=config.fresh and not allocation.restarted())
+    return run_sft(with_absolute_paths(config))
+
+
+def warm_start(config: Config) -> int:
+    """The quick start's model, from nothing."""
+    from pipeline.stages.warm_start import run_warm_start
+
+    return run_warm_start(config)
 
 
 def report(config: Config, words: Sequence[str] = ()) -> int:

@@ -188,6 +188,7 @@ FREE = (
     "stage",
     "collect",
     "sft",
+    "warm_start",
     "sweep",
     "simulate",
 )

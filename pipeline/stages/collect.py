@@ -1,7 +1,7 @@
-"""Stage collect: a teacher's rollouts through the real harness, its sandbox and the proxy in text mode.
+"""Stage collect: a teacher's rollouts through the real harnesses, their sandbox and the proxy in text mode.
 
 The teacher is any Chat Completions API; by default a scripted one is served here. What it leaves is verified like any
-rollout's workspace, and every model request of a rollout that went as it should is kept with the reward it earned.
+rollout's workspace, and the model requests of the rollouts that earned enough are kept with the reward.
 """
 
 from __future__ import annotations
@@ -11,51 +11,33 @@ import hashlib
 import json
 import os
 import shutil
-import socket
 import tempfile
-import time
-from collections.abc import AsyncIterator
+from collections import Counter
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import httpx
-import pyarrow as pa
 import pyarrow.parquet as pq
-import uvicorn
-from starlette.applications import Starlette
-from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
-from starlette.routing import Route
 
-from pipeline.capture.control import UPSTREAM_KEY
 from pipeline.capture.supervisor import ShardSupervisor
-from pipeline.capture.text import api_base, trusts_environment
 from pipeline.config import Config, UserError
 from pipeline.harness.base import get_harness, harness_root
 from pipeline.records import GroupSpec, Outcome, RolloutRecord, Trace
+from pipeline.report.bar import Bar
 from pipeline.sandbox.base import make_sandbox
+from pipeline.stages.credentials import CredentialFilter
+from pipeline.stages.recording import about, fingerprint, rows_of, write_rows
 from pipeline.stages.rollout import Workshop
+from pipeline.stages.teachers import TeacherServer, check_url, greet
 from pipeline.tasks.generate import generate_tasks
 from pipeline.tasks.harbor import HarborTask, load_tasks
 from pipeline.tasks.teacher import Teacher, parse_task
 
 SCRIPTED_HARNESS = "pi"  # whose tools the scripted teacher calls
-TELL_EVERY_S = 10.0
-STOP_S = 10.0
-GREET_S = 20.0
-SCHEMA = pa.schema(
-    [
-        ("task_id", pa.string()),
-        ("harness", pa.string()),
-        ("call", pa.int32()),
-        ("reward", pa.float64()),
-        ("messages", pa.string()),  # JSON, as are the next two
-        ("tools", pa.string()),
-        ("answer", pa.string()),
-    ]
-)
+SILENT = 4  # so many rollouts of a harness without any tool call, and the teacher cannot call tools
+KEPT, DUPLICATE = "kept", "the same as another"
 
 
 def run_collect(config: Config) -> int:
@@ -63,16 +45,13 @@ def run_collect(config: Config) -> int:
 
     Raises UserError for a wrong setting, or when no rollout of the teacher was worth keeping.
     """
+    _check(config)
+    missing = [harness for harness in config.mix.harnesses if not _is_recorded(config, harness)]
+    if missing:
+        asyncio.run(collect(config, missing))
     for harness in config.mix.harnesses:
-        _check(config, harness)
         out = recording_path(config, harness)
-        if config.fresh:
-            out.unlink(missing_ok=True)
-        if not out.exists():
-            asyncio.run(collect(config, harness, out))
-        elif _settings_of(out) != _settings(config):
-            raise UserError(f"{out} was recorded with other settings: fresh=true records again")
-        _say(f"{out}: {pq.read_metadata(out).num_rows} model requests of {harness}")
+        _say(f"{out}: {pq.read_metadata(out).num_rows} model requests of {harness}" if out.exists() else f"no {out}")
     return 0
 
 
@@ -86,92 +65,146 @@ def scripted_teacher(config: Config) -> Teacher:
     return Teacher(lazy=config.collect.lazy, verify=config.collect.verify, seed=config.seed)
 
 
-async def collect(config: Config, harness: str, out: Path) -> None:
-    """Roll out one harness on ``collect.rollouts`` training tasks and publish the requests of the kept ones.
+async def collect(config: Config, harnesses: list[str]) -> None:
+    """Roll out each harness on the first ``collect.tasks`` training tasks and publish the requests of what is kept.
 
-    Parquet, one row a model request, columns as in SCHEMA. Raises UserError when nothing was kept.
+    Parquet, one row a model request, columns as in recording.SCHEMA. Raises UserError when nothing was kept, or when
+    the teacher never calls a tool.
     """
-    teacher = None if config.collect.upstream_url else scripted_teacher(config)
-    parts = _parts(config, out)
-    async with _upstream(config, teacher) as url, _workshop(config, url) as workshop:
-        finished = await _roll_out_all(config, workshop, harness, teacher, parts)
-    kept = [part["rows"] for part in finished if part["rows"]]
-    _say(f"collect {harness}: kept {len(kept)} of {len(finished)} rollouts")
+    teacher = None if config.collect.teacher_url else scripted_teacher(config)
+    key = os.environ.get(config.collect.api_key_env) or None
+    async with _upstream(config, teacher, key) as url, _workshop(config, url, key) as workshop:
+        collector = Collector(config, workshop, teacher, CredentialFilter(os.environ, {"the teacher's key": key}))
+        await collector.run(harnesses)
+    kept = sum(_publish(config, harness, collector.failed[harness]) for harness in harnesses)
+    for harness in harnesses:
+        _forget(config, harness, published=not kept)  # with nothing kept the next try is a new one
     if not kept:
-        shutil.rmtree(parts, ignore_errors=True)  # the next try is a new one
-        raise UserError(f"the teacher's rollouts of {harness} came to nothing; the last one: {finished[-1]['ended']}")
-    _publish([row for rows in kept for row in rows], _settings(config), out)
-    shutil.rmtree(parts, ignore_errors=True)
+        raise UserError(f"the teacher's rollouts came to nothing; the last one: {collector.last}")
 
 
-def as_it_should(record: RolloutRecord, task: HarborTask, teacher: Teacher | None) -> bool:
-    """Whether a rollout is kept: it solved its task, or the scripted teacher meant to be idle and was."""
+def as_it_should(record: RolloutRecord, task: HarborTask, teacher: Teacher | None, min_reward: float) -> bool:
+    """Whether a rollout is kept: it earned enough, or the scripted teacher meant to be idle and was."""
     if teacher is not None and not teacher.plan(parse_task([{"role": "user", "content": task.instruction}])):
         return record.outcome is Outcome.UNSOLVED
-    return record.outcome is Outcome.SOLVED
+    if min_reward >= 1.0:
+        return record.outcome is Outcome.SOLVED
+    return record.verdict.correctness is not None and record.verdict.correctness >= min_reward
 
 
-class TeacherServer:
-    """The scripted teacher as an OpenAI-compatible server."""
+@dataclass(frozen=True)
+class Cell:
+    """The attempts of one task in one harness; they run one after the other."""
 
-    def __init__(self, teacher: Teacher) -> None:
-        self.teacher = teacher
-        self.app = Starlette(routes=[Route("/v1/chat/completions", self._chat, methods=["POST"])])
+    task: HarborTask
+    harness: str
 
-    @asynccontextmanager
-    async def serving(self) -> AsyncIterator[str]:
-        """Serve on a free port of 127.0.0.1 while the context lasts; gives the URL."""
-        server = uvicorn.Server(uvicorn.Config(self.app, log_level="warning", lifespan="off"))
-        with socket.create_server(("127.0.0.1", 0)) as listener:
-            task = asyncio.create_task(server._serve([listener]))  # serve() would take over the program's signals
+
+class Collector:
+    """Rolls out cells, ``config.concurrency`` at once. Each attempt leaves a part file, also where it is not kept.
+
+    What an earlier, killed try left counts.
+    """
+
+    def __init__(
+        self, config: Config, workshop: Workshop, teacher: Teacher | None, credentials: CredentialFilter
+    ) -> None:
+        self.config, self.workshop, self.teacher, self.credentials = config, workshop, teacher, credentials
+        self.last = "none ran"
+        self._limit = asyncio.Semaphore(config.concurrency)
+        self.failed: Counter[str] = Counter()  # rollouts that the infrastructure spoilt, by harness
+        self._called: Counter[str] = Counter()  # tool calls by harness
+        self._ran: Counter[str] = Counter()
+
+    async def run(self, harnesses: list[str]) -> None:
+        """Every cell, harnesses taking turns. Raises UserError when the teacher never calls a tool."""
+        cells = [Cell(task, harness) for task in _tasks(self.config) for harness in harnesses]
+        with Bar("collect", len(cells) * self.config.collect.attempts, self.config.logging.progress) as bar:
+            work = [asyncio.create_task(self._work_through(cell, bar)) for cell in cells]
             try:
-                yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+                await asyncio.gather(*work)
             finally:
-                server.should_exit = server.force_exit = True
-                await asyncio.wait_for(task, STOP_S)
+                for task in work:
+                    task.cancel()
+                await asyncio.gather(*work, return_exceptions=True)
 
-    async def _chat(self, request: Request) -> Response:
-        body = await request.json()
-        try:
-            message = self.teacher.answer(body["messages"])
-        except (KeyError, ValueError) as error:
-            return JSONResponse({"error": {"message": str(error), "type": "invalid_request_error"}}, 400)
-        reason = "tool_calls" if message.get("tool_calls") else "stop"
-        choice = {"index": 0, "message": message, "finish_reason": reason}
-        head = {"id": "teacher", "object": "chat.completion", "created": int(time.time()), "model": body.get("model")}
-        return JSONResponse(head | {"choices": [choice]})
+    async def _work_through(self, cell: Cell, bar: Bar) -> None:
+        kept = 0
+        attempts = self.config.collect.attempts
+        for attempt in range(attempts):
+            place = _part(self.config, cell.harness, f"{cell.task.ref.task_id}--{attempt}")
+            if not place.exists():
+                async with self._limit:
+                    ended = await self._attempt(cell, attempt, place)
+            else:
+                ended = about(place)["ended"]
+            kept += ended == KEPT
+            done = attempts - attempt if kept == self.config.collect.keep else 1
+            bar.advance(done, f"{cell.harness}: {ended}")
+            if kept == self.config.collect.keep:
+                return
+
+    async def _attempt(self, cell: Cell, attempt: int, place: Path) -> str:
+        spec = GroupSpec(
+            f"collect-{cell.task.ref.task_id}", cell.task.ref, cell.harness, 0, self.config.collect.attempts
+        )
+        record, trace = await self.workshop.roll_out_traced(spec, attempt)
+        rows, ended = self._judge(cell.task, record, trace, f"{cell.harness}--{place.stem}")
+        self.last = self._shown(record)
+        if record.outcome is Outcome.INFRASTRUCTURE:  # no part: another start of a killed job tries again
+            self.failed[cell.harness] += 1
+        else:
+            write_rows(place, [rows] if rows else [], {"ended": ended})
+            self._note(cell.harness, trace)
+        return ended
+
+    def _judge(
+        self, task: HarborTask, record: RolloutRecord, trace: Trace, rollout: str
+    ) -> tuple[list[dict[str, Any]], str]:
+        """The rows that are kept, and how the rollout ended in a word or two."""
+        if not as_it_should(record, task, self.teacher, self.config.collect.min_reward):
+            return [], str(record.outcome)
+        rows = rows_of(rollout, record, trace)
+        if kind := self.credentials.find(
+            "\n".join(row[name] for row in rows for name in ("messages", "tools", "answer"))
+        ):
+            return [], f"held a credential ({kind})"
+        return (rows, KEPT) if rows else ([], "no answer to learn from")
+
+    def _shown(self, record: RolloutRecord) -> str:
+        text = f"{record.task_id} in {record.harness} ended as {record.outcome} {record.verdict.reason}".strip()
+        return text if self.credentials.find(text) is None else f"{record.task_id} ended as {record.outcome}"
+
+    def _note(self, harness: str, trace: Trace) -> None:
+        """Raises UserError after SILENT rollouts without a tool call in a harness that cannot do without."""
+        self._ran[harness] += 1
+        self._called[harness] += sum(call.tool_calls for call in trace.calls)
+        silent = self._ran[harness] >= SILENT and not self._called[harness]
+        if silent and self.teacher is None and not get_harness(harness).by_text:
+            raise UserError(
+                f"{self._ran[harness]} rollouts of {harness}, and no tool call in the answers of "
+                f"collect.teacher_model={self.config.collect.teacher_model}: does its server read tool calls out of "
+                "what the model writes? (vLLM: --enable-auto-tool-choice --tool-call-parser …)"
+            )
 
 
 @asynccontextmanager
-async def _upstream(config: Config, teacher: Teacher | None) -> AsyncIterator[str]:
+async def _upstream(config: Config, teacher: Teacher | None, key: str | None) -> AsyncIterator[str]:
     if teacher is None:
-        url = str(config.collect.upstream_url)
-        await _greet(url)
-        yield url
+        await greet(config.collect, key)
+        yield str(config.collect.teacher_url)
     else:
         async with TeacherServer(teacher).serving() as url:
             yield url
 
 
-async def _greet(url: str) -> None:
-    """Raises UserError when nothing answers at a URL, or it refuses the key: rollouts would wait for it in vain."""
-    headers = {"authorization": f"Bearer {key}"} if (key := os.environ.get(UPSTREAM_KEY)) else {}
-    try:
-        async with httpx.AsyncClient(trust_env=trusts_environment(url), timeout=GREET_S) as client:
-            reply = await client.get(f"{api_base(url)}/models", headers=headers)
-    except (httpx.HTTPError, httpx.InvalidURL) as error:
-        raise UserError(f"collect.upstream_url={url}: no answer ({error})") from error
-    if reply.status_code in (401, 403):
-        raise UserError(f"collect.upstream_url={url} refuses the key in {UPSTREAM_KEY} (status {reply.status_code})")
-
-
 @asynccontextmanager
-async def _workshop(config: Config, url: str) -> AsyncIterator[Workshop]:
-    """What rollouts need, with the proxy in text mode in front of ``url``."""
+async def _workshop(config: Config, url: str, key: str | None) -> AsyncIterator[Workshop]:
+    """What rollouts need, with the proxy in text mode in front of ``url``; only its shards are given the key."""
     with tempfile.TemporaryDirectory(prefix="yoke-collect-") as scratch:
         supervisor = ShardSupervisor(
-            url, config.engine.shards, Path(scratch) / "journal", config.collect.upstream_model,
-            request_timeout_s=config.engine.request_timeout_s, upstream="text",
+            url, config.engine.shards, Path(scratch) / "journal", config.collect.teacher_model,
+            request_timeout_s=config.engine.request_timeout_s, upstream="text", upstream_key=key,
         )  # fmt: skip
         try:
             await supervisor.start()
@@ -181,102 +214,94 @@ async def _workshop(config: Config, url: str) -> AsyncIterator[Workshop]:
             await supervisor.stop()
 
 
-async def _roll_out_all(
-    config: Config, workshop: Workshop, harness: str, teacher: Teacher | None, parts: Path
-) -> list[dict[str, Any]]:
-    """One rollout a task, ``config.concurrency`` at once, in the order of the tasks; what an earlier try left counts.
-
-    Each gives ``rows``, none when it is not kept, and how it ``ended``.
-    """
-    tasks = _tasks(config)
-    limit = asyncio.Semaphore(config.concurrency)
-    started = told = time.monotonic()
-    done = 0
-
-    async def one(task: HarborTask) -> dict[str, Any]:
-        nonlocal done, told
-        place = parts / f"{task.ref.task_id}.json"
-        if not place.exists():
-            async with limit:
-                spec = GroupSpec(f"collect-{task.ref.task_id}", task.ref, harness, 0, 1)
-                record, trace = await workshop.roll_out_traced(spec, 0)
-            part = _part(task, record, trace, teacher)
-            if record.outcome is not Outcome.INFRASTRUCTURE:
-                _keep(place, part)
-        else:
-            part = json.loads(place.read_text())
-        done += 1
-        if time.monotonic() - told > TELL_EVERY_S:
-            told = time.monotonic()
-            _say(f"collect {harness}: {done} of {len(tasks)} rollouts, {told - started:.0f} s")
-        return part
-
-    return await asyncio.gather(*map(one, tasks))
+def _publish(config: Config, harness: str, failed: int) -> int:
+    """Make a harness's recording of its parts; returns how many rollouts it holds."""
+    counts = Counter({str(Outcome.INFRASTRUCTURE): failed} if failed else {})
+    write_rows(recording_path(config, harness), _kept_parts(config, harness, counts), {"settings": _settings(config)})
+    rest = ", ".join(f"{number} {how}" for how, number in sorted(counts.items()) if how != KEPT)
+    _say(f"collect {harness}: kept {counts[KEPT]} of {counts.total()} rollouts" + (f" ({rest})" if rest else ""))
+    return counts[KEPT]
 
 
-def _part(task: HarborTask, record: RolloutRecord, trace: Trace, teacher: Teacher | None) -> dict[str, Any]:
-    rows = _rows(record, trace) if as_it_should(record, task, teacher) else []
-    return {"rows": rows, "ended": f"{record.task_id} ended as {record.outcome} {record.verdict.reason}".strip()}
+def _kept_parts(config: Config, harness: str, counts: Counter[str]) -> Iterator[list[dict[str, Any]]]:
+    """The rows of each kept rollout, each once, in the order of tasks and attempts; counts how all of them ended."""
+    seen: set[str] = set()
+    for task in _tasks(config):
+        for attempt in range(config.collect.attempts):
+            place = _part(config, harness, f"{task.ref.task_id}--{attempt}")
+            if not place.exists():
+                continue
+            ended = about(place)["ended"]
+            rows = pq.read_table(place).to_pylist() if ended == KEPT else []
+            if rows and (mark := fingerprint(rows)) in seen:
+                ended, rows = DUPLICATE, []
+            elif rows:
+                seen.add(mark)
+            counts[ended] += 1
+            if rows:
+                yield rows
 
 
-def _parts(config: Config, out: Path) -> Path:
+def _parts(config: Config, harness: str) -> Path:
     """Where finished rollouts wait for the others, so that a killed job goes on with the rest."""
     name = hashlib.sha256(_settings(config).encode()).hexdigest()[:12]
-    return out.with_name(f".{out.stem}-{name}")
+    return recording_path(config, harness).with_name(f".{harness}-{name}")
 
 
-def _keep(place: Path, part: dict[str, Any]) -> None:
-    place.parent.mkdir(parents=True, exist_ok=True)
-    draft = place.with_suffix(".draft")
-    draft.write_text(json.dumps(part))
-    os.replace(draft, place)
+def _part(config: Config, harness: str, rollout: str) -> Path:
+    return _parts(config, harness) / f"{rollout}.parquet"
+
+
+def _forget(config: Config, harness: str, published: bool) -> None:
+    """Delete a harness's parts, and its ``published`` recording too."""
+    shutil.rmtree(_parts(config, harness), ignore_errors=True)
+    if published:
+        recording_path(config, harness).unlink(missing_ok=True)
 
 
 def _tasks(config: Config) -> list[HarborTask]:
-    size = config.collect.rollouts
+    size = config.collect.tasks
     if config.tasks.kind == "harbor":
-        return load_tasks(Path(config.tasks.train or ""))[:size]
-    return load_tasks(generate_tasks(Path(config.run_dir).absolute() / "tasks", "train", size, config.tasks.seed))
-
-
-def _rows(record: RolloutRecord, trace: Trace) -> list[dict[str, Any]]:
-    """One row a delivered call."""
-    head = {"task_id": record.task_id, "harness": record.harness, "reward": record.verdict.correctness}
-    return [
-        head | {"call": call.call_id} | {name: json.dumps(text) for name, text in entry.items()}
-        for call, entry in zip(trace.calls, trace.transcript, strict=True)
-        if call.delivered
-    ]
-
-
-def _publish(rows: list[dict[str, Any]], settings: str, out: Path) -> None:
-    out.parent.mkdir(parents=True, exist_ok=True)
-    draft = out.with_name(f".{out.name}.partial")
-    schema = SCHEMA.with_metadata({"settings": settings})
-    pq.write_table(pa.Table.from_pylist(rows, schema), draft, compression="zstd")
-    os.replace(draft, out)
+        return load_tasks(Path(config.tasks.train or ""))[: size or None]
+    root = Path(config.run_dir).absolute() / "tasks"
+    return load_tasks(generate_tasks(root, "train", size or config.tasks.train_size, config.tasks.seed))
 
 
 def _settings(config: Config) -> str:
     """What decides about a recording's content."""
     tasks = {"kind": config.tasks.kind, "train": config.tasks.train, "seed": config.tasks.seed}
-    return json.dumps({"collect": asdict(config.collect), "tasks": tasks, "seed": config.seed}, sort_keys=True)
+    sampling = asdict(config.harness.sampling)
+    whole = {"collect": asdict(config.collect), "tasks": tasks, "seed": config.seed, "sampling": sampling}
+    return json.dumps(whole, sort_keys=True)
 
 
-def _settings_of(out: Path) -> str:
-    return str((pq.read_schema(out).metadata or {}).get(b"settings", b"").decode())
+def _is_recorded(config: Config, harness: str) -> bool:
+    """Whether there is nothing to do. Raises UserError for a recording that was made with other settings."""
+    out = recording_path(config, harness)
+    if config.fresh:
+        _forget(config, harness, published=True)
+    if out.exists() and about(out).get("settings") != _settings(config):
+        raise UserError(f"{out} was recorded with other settings: fresh=true records again")
+    return out.exists()
 
 
-def _check(config: Config, harness: str) -> None:
+def _check(config: Config) -> None:
     """Raises UserError for what cannot work."""
-    get_harness(harness).check_installed(harness_root(config.harness.home))
-    if config.collect.rollouts < 1:
-        raise UserError(f"collect.rollouts={config.collect.rollouts} must be at least 1")
-    if config.collect.upstream_url is None and (harness != SCRIPTED_HARNESS or config.tasks.kind != "generated"):
-        raise UserError(
-            f"the scripted teacher knows only {SCRIPTED_HARNESS} and the generated tasks: "
-            "collect.upstream_url=… takes any Chat Completions API as the teacher"
-        )
+    chosen = config.collect
+    for harness in config.mix.harnesses:
+        get_harness(harness).check_installed(harness_root(config.harness.home))
+        if chosen.teacher_url is None and (harness != SCRIPTED_HARNESS or config.tasks.kind != "generated"):
+            raise UserError(
+                f"the scripted teacher knows only {SCRIPTED_HARNESS} and the generated tasks: "
+                "collect.teacher_url=… takes any Chat Completions API as the teacher"
+            )
+    for name, least in (("tasks", 0), ("attempts", 1), ("keep", 0)):
+        if (value := getattr(chosen, name)) < least:
+            raise UserError(f"collect.{name}={value} must be at least {least}")
+    if not 0 < chosen.min_reward <= 1:
+        raise UserError(f"collect.min_reward={chosen.min_reward} must lie in (0, 1]")
+    if chosen.teacher_url is not None:
+        check_url(chosen.teacher_url)
 
 
 def _say(text: str) -> None:

@@ -72,10 +72,7 @@ def publish(partial: Path, target: Path, fence: Callable[[], None] = lambda: Non
 
     ``fence`` is called when only the renaming is left and may raise.
     """
-    written = [path for path in sorted(partial.rglob("*")) if path.is_file()]
-    files = {str(path.relative_to(partial)): path.stat().st_size for path in written}
-    (partial / MANIFEST).write_text(json.dumps({"files": files}, indent=1))
-    sync_tree(partial)
+    seal(partial)
     fence()
     replaced = None
     if target.exists():
@@ -85,6 +82,14 @@ def publish(partial: Path, target: Path, fence: Callable[[], None] = lambda: Non
     _sync(target.parent)
     if replaced is not None:
         shutil.rmtree(replaced)
+
+
+def seal(root: Path) -> None:
+    """List every file of a finished directory in its manifest, and flush all of it to disk."""
+    written = [path for path in sorted(root.rglob("*")) if path.is_file()]
+    files = {str(path.relative_to(root)): path.stat().st_size for path in written}
+    (root / MANIFEST).write_text(json.dumps({"files": files}, indent=1))
+    sync_tree(root)
 
 
 def sync_tree(root: Path) -> None:

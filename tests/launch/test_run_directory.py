@@ -49,7 +49,7 @@ def test_a_run_of_an_earlier_version_is_still_ours(tmp_path: Path) -> None:
     run.new_attempt()
     saved = OmegaConf.load(run.config)
     assert isinstance(saved, DictConfig)
-    del saved["sft"], saved["sandbox"]["tmp_mb"]
+    del saved["warm_start"], saved["sandbox"]["tmp_mb"]
     run.config.write_text(OmegaConf.to_yaml(saved))
     assert run.is_ours() and run.saved_config() == config
     run.save_config(config)

@@ -58,7 +58,7 @@ def assert_in_no_file(row: dict[str, Any]) -> None:
 def test_every_call_of_a_real_run_is_recorded_with_its_reward(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    config = settings(tmp_path, "collect.rollouts=2", "collect.lazy=0", "collect.verify=1")
+    config = settings(tmp_path, "collect.tasks=2", "collect.lazy=0", "collect.verify=1")
     assert run_collect(config) == 0
     assert "kept 2 of 2" in capsys.readouterr().out
     rows = rows_of(config)
@@ -86,7 +86,7 @@ def test_a_teacher_at_a_url_is_kept_only_where_it_solves(tmp_path: Path) -> None
     async def run(lazy: float) -> list[dict[str, Any]]:
         async with TeacherServer(Teacher(lazy=lazy, verify=0.0)).serving() as url:
             place = tmp_path / str(lazy)
-            config = settings(place, "collect.rollouts=2", f"collect.upstream_url={url}/v1")
+            config = settings(place, "collect.tasks=2", f"collect.teacher_url={url}/v1")
             await collect(config, "pi", recording_path(config, "pi"))
             return rows_of(config)
 
@@ -123,7 +123,7 @@ def test_a_killed_recording_goes_on_with_the_rollouts_that_it_lacks(
     monkeypatch.setattr(module, "_workshop", workshop)
     row = dict.fromkeys(("messages", "tools", "answer"), "{}") | {"harness": "pi", "call": 0, "reward": 1.0}
     monkeypatch.setattr(module, "_rows", lambda record, trace: [row | {"task_id": record.task_id}])
-    config = settings(tmp_path, "collect.rollouts=4", "collect.lazy=0", "concurrency=1")
+    config = settings(tmp_path, "collect.tasks=4", "collect.lazy=0", "concurrency=1")
     with pytest.raises(Killed):
         asyncio.run(collect(config, "pi", recording_path(config, "pi")))
     asyncio.run(collect(config, "pi", recording_path(config, "pi")))
@@ -171,10 +171,10 @@ def test_a_request_without_a_task_is_told_so() -> None:
     [
         (["mix.harnesses=[claude-code]", "harness.home=/nowhere"], "claude-code .* is not installed in /nowhere"),
         (["mix.harnesses=[nano]"], "unknown harness 'nano'"),
-        pytest.param(["collect.rollouts=0"], "collect.rollouts=0 must be at least 1", marks=needs_pi),
-        pytest.param(["collect.upstream_url=http://127.0.0.1:9/v1"], "no answer", marks=needs_pi),
-        pytest.param(["collect.upstream_url=ftp://x"], "ftp://x: no answer", marks=needs_pi),
-        pytest.param(["tasks=harbor", "tasks.train=/x", "tasks.test=/x"], "upstream_url", marks=needs_pi),
+        pytest.param(["collect.tasks=0"], "collect.tasks=0 must be at least 1", marks=needs_pi),
+        pytest.param(["collect.teacher_url=http://127.0.0.1:9/v1"], "no answer", marks=needs_pi),
+        pytest.param(["collect.teacher_url=ftp://x"], "ftp://x: no answer", marks=needs_pi),
+        pytest.param(["tasks=harbor", "tasks.train=/x", "tasks.test=/x"], "teacher_url", marks=needs_pi),
     ],
 )
 def test_wrong_settings_are_told_before_anything_starts(tmp_path: Path, words: list[str], complaint: str) -> None:
@@ -195,7 +195,7 @@ def test_a_refused_key_is_told_before_anything_starts(tmp_path: Path, monkeypatc
     async def run() -> None:
         async with await asyncio.start_server(refuse, "127.0.0.1", 0) as server:
             port = server.sockets[0].getsockname()[1]
-            config = settings(tmp_path, f"collect.upstream_url=http://127.0.0.1:{port}")
+            config = settings(tmp_path, f"collect.teacher_url=http://127.0.0.1:{port}")
             await collect(config, "pi", recording_path(config, "pi"))
 
     monkeypatch.setenv("YOKE_UPSTREAM_KEY", "s3cret")

@@ -16,9 +16,9 @@ from pipeline.cli import compose_config
 from pipeline.config import Config, UserError
 from pipeline.harness.base import harness_root
 from pipeline.harness.install import installed
-from pipeline.stages import sft
+from pipeline.stages import warm_start as module
 from pipeline.stages.collect import recording_path, run_collect
-from pipeline.stages.sft import (
+from pipeline.stages.warm_start import (
     CHOICE,
     CONTEXT,
     FORM,
@@ -31,7 +31,7 @@ from pipeline.stages.sft import (
     WarmStart,
     curriculum,
     read_recordings,
-    run_sft,
+    run_warm_start,
     token_logprobs,
     tokenizer_texts,
     warm_start,
@@ -84,7 +84,7 @@ def test_generated_requests_are_those_of_the_real_pi(
     tokenizer: PreTrainedTokenizerFast, model: Qwen3ForCausalLM, tmp_path: Path
 ) -> None:
     """And the checkpoint that ships was made for them: it starts where it should."""
-    words = ["collect.rollouts=4", "collect.lazy=0.3", "collect.verify=0.7"]
+    words = ["collect.tasks=4", "collect.lazy=0.3", "collect.verify=0.7"]
     config = compose_config([*WARM_START, f"run_dir={tmp_path}", *words])
     run_collect(config)
     of_pi = read_recordings(recording_path(config, "pi"))
@@ -177,7 +177,7 @@ def test_tokenizer_is_trained_without_test_lists(recordings: list[Recording]) ->
 
 @pytest.mark.slow
 @needs_pi
-def test_sft_collects_trains_publishes_and_repeats_nothing(
+def test_the_job_collects_trains_publishes_and_repeats_nothing(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def small(config: Config) -> Curriculum:
@@ -185,26 +185,26 @@ def test_sft_collects_trains_publishes_and_repeats_nothing(
         copy, full = replace(whole.copy, batch=4), replace(whole.full, batch=2)
         return replace(whole, shape=TINY, copy=copy, full=full, probe_tasks=2)
 
-    monkeypatch.setattr(sft, "curriculum", small)
-    words = ["collect.rollouts=2", "sft.threads=1", "sft.copy_steps=10", "sft.bridge_steps=1", "sft.full_steps=5"]
-    marks = ["sft.copied=-1", "sft.stop_act=[0,1]", "sft.stop_word=0", "sft.stop_form=0"]
+    monkeypatch.setattr(module, "curriculum", small)
+    words = ["collect.tasks=2", "warm_start.threads=1", "warm_start.copy_steps=10", "warm_start.bridge_steps=1", "warm_start.full_steps=5"]
+    marks = ["warm_start.copied=-1", "warm_start.stop_act=[0,1]", "warm_start.stop_word=0", "warm_start.stop_form=0"]
     config = compose_config([*WARM_START, f"run_dir={tmp_path}", *words, *marks])
-    unreachable = replace(config, sft=replace(config.sft, copied=2.0))
-    assert run_sft(unreachable) == 1
+    unreachable = replace(config, warm_start=replace(config.warm_start, copied=2.0))
+    assert run_warm_start(unreachable) == 1
     assert "copying was not learnt in 10 steps" in capfd.readouterr().err
     assert sorted(path.name for path in tmp_path.iterdir()) == ["collect", "tasks"]
 
-    assert run_sft(config) == 0
+    assert run_warm_start(config) == 0
     assert "kept" not in capfd.readouterr().out  # the recording was there
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "model").config.hidden_size == TINY.hidden
     assert sorted(path.name for path in tmp_path.iterdir()) == ["collect", "model", "tasks"]
     written = (tmp_path / "model" / "model.safetensors").stat().st_mtime_ns
 
-    assert run_sft(config) == 0
+    assert run_warm_start(config) == 0
     assert (tmp_path / "model" / "model.safetensors").stat().st_mtime_ns == written
 
 
-def test_sft_learns_from_the_scripted_teacher_only(tmp_path: Path) -> None:
-    config = compose_config([*WARM_START, f"run_dir={tmp_path}", "collect.upstream_url=http://h/v1"])
-    with pytest.raises(UserError, match="upstream_url must be null"):
-        run_sft(config)
+def test_it_learns_from_the_scripted_teacher_only(tmp_path: Path) -> None:
+    config = compose_config([*WARM_START, f"run_dir={tmp_path}", "collect.teacher_url=http://h/v1"])
+    with pytest.raises(UserError, match="teacher_url must be null"):
+        run_warm_start(config)
