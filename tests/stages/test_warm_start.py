@@ -186,7 +186,13 @@ def test_the_job_collects_trains_publishes_and_repeats_nothing(
         return replace(whole, shape=TINY, copy=copy, full=full, probe_tasks=2)
 
     monkeypatch.setattr(module, "curriculum", small)
-    words = ["collect.tasks=2", "warm_start.threads=1", "warm_start.copy_steps=10", "warm_start.bridge_steps=1", "warm_start.full_steps=5"]
+    words = [
+        "collect.tasks=2",
+        "warm_start.threads=1",
+        "warm_start.copy_steps=10",
+        "warm_start.bridge_steps=1",
+        "warm_start.full_steps=5",
+    ]
     marks = ["warm_start.copied=-1", "warm_start.stop_act=[0,1]", "warm_start.stop_word=0", "warm_start.stop_form=0"]
     config = compose_config([*WARM_START, f"run_dir={tmp_path}", *words, *marks])
     unreachable = replace(config, warm_start=replace(config.warm_start, copied=2.0))
