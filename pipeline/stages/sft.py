@@ -16,7 +16,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from pipeline.config import Config, UserError, check_sft
+from pipeline.config import Config, UserError, check_sft, check_training
 from pipeline.records import Row
 from pipeline.report.bar import Bar
 from pipeline.report.metrics import MetricsLog
@@ -33,7 +33,7 @@ def run_sft(config: Config) -> int:
     """Make ``<run_dir>/model`` from recordings; nothing is done again. Raises UserError for a wrong setting."""
     out, place = model_path(config), Path(config.run_dir).absolute() / "sft"
     ranks = _ranks(config)
-    check_sft(config.sft, ranks)
+    _check(config, ranks)
     if _rank() == 0:
         _open(config, place, out)
         if out.exists():
@@ -42,7 +42,7 @@ def run_sft(config: Config) -> int:
         if not (place / COUNTS).exists():
             make_rows(config, place)
     _await_rows(place)
-    if ranks > 1 and "WORLD_SIZE" not in os.environ:
+    if ranks > 1 and not _launched():
         _spawn(config, place, out, ranks)
     else:
         learn(config, place, out)
@@ -173,7 +173,7 @@ def _open(config: Config, place: Path, out: Path) -> None:
 def _made_with(config: Config) -> dict[str, Any]:
     """What decides about the model, as JSON has it."""
     chosen = {f"sft.{key}": value for key, value in asdict(config.sft).items() if key not in FREE}
-    optimiser = ("betas", "weight_decay", "max_grad_norm", "zero_stage")
+    optimiser = ("betas", "weight_decay", "max_grad_norm", "zero_stage", "offload")
     chosen |= {f"training.{key}": getattr(config.training, key) for key in optimiser}
     chosen |= {
         "model.path": config.model.path,
@@ -197,8 +197,8 @@ def _await_rows(place: Path) -> None:
 
 def _ranks(config: Config) -> int:
     """Processes in all: as torchrun says, as the settings say, or one a GPU."""
-    if given := os.environ.get("WORLD_SIZE"):
-        return int(given)
+    if given := _launched():
+        return given
     if config.sft.ranks:
         return config.sft.ranks
     import torch
@@ -207,7 +207,13 @@ def _ranks(config: Config) -> int:
 
 
 def _rank() -> int:
-    return int(os.environ.get("RANK", "0"))
+    return int(os.environ["RANK"]) if _launched() else 0
+
+
+def _launched() -> int:
+    """How many processes torchrun started, 0 if it did not: accelerate sets the variable too, to 1."""
+    given = int(os.environ.get("WORLD_SIZE", "1"))
+    return given if given > 1 else 0
 
 
 def _spawn(config: Config, place: Path, out: Path, ranks: int) -> None:
@@ -234,6 +240,13 @@ def _be_rank(rank: int, config: Config, place: Path, out: Path, ranks: int, port
 
     join_group(torch.cuda.is_available(), dist.TCPStore("127.0.0.1", port), rank, ranks)
     learn(config, place, out)
+
+
+def _check(config: Config, ranks: int) -> None:
+    check_training(config.training)
+    check_sft(config.sft, ranks)
+    if config.training.lora.rank is not None:
+        raise UserError("yoke sft trains all weights: training.lora.rank must be null (adapters are for yoke train)")
 
 
 def _say(text: str) -> None:

@@ -38,13 +38,19 @@ def make_engine(policy: nn.Module, training: TrainingConfig) -> Any:
     half = next(policy.parameters()).dtype == torch.bfloat16
     if _is_plain(training, half):
         clip_and_keep_norm(optimizer, trained, training.max_grad_norm)
-    # An operator for inference on several CPUs, compiled at the first start: unused here, and it needs a compiler.
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    compile_nothing()
     with quiet_deepspeed():
         engine, *_ = deepspeed.initialize(model=policy, optimizer=optimizer, config=deepspeed_config(training, half))
     if half and training.zero_stage == 1:
         name_stage(engine.optimizer)
     return engine
+
+
+def compile_nothing() -> None:
+    """Leave out an operator for inference on several CPUs: it is compiled at the first start, and unused here."""
+    import deepspeed
+
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 
 
 def _is_plain(training: TrainingConfig, half: bool) -> bool:

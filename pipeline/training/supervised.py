@@ -26,7 +26,7 @@ from trl import SFTTrainer
 
 from pipeline.config import SftConfig, TrainingConfig, check_sft
 from pipeline.training import checkpoint, distributed
-from pipeline.training.deepspeed_engine import deepspeed_config, quiet_deepspeed
+from pipeline.training.deepspeed_engine import compile_nothing, deepspeed_config, quiet_deepspeed
 from pipeline.training.export import write_model
 from pipeline.training.trainer import load_model, resolve_model
 
@@ -66,6 +66,7 @@ class Supervised:
         if self.device.type == "cpu":
             torch.set_num_threads(training.threads)
         distributed.seed_everything(seed)
+        compile_nothing()
         self.root, self.training = root, training
         self.source = resolve_model(model_path)
         arguments = _arguments(root, training, sft, seed, self.device)  # before the model: ZeRO-3 loads it in shards
@@ -103,7 +104,7 @@ class Supervised:
         if _is_first():
             try:
                 model, source = self.trainer.model, self.source
-                checkpoint.write_atomically(target, lambda place: write_model(model, weights, source, place))
+                checkpoint.write_atomically(target, lambda place: write_model(model, weights, {}, source, place))
             except checkpoint.CheckpointError as failure:
                 error = str(failure)
         if text := distributed.first_error(error):

@@ -1,13 +1,10 @@
-"""Supervised learning by TRL's trainer: its loss and its steps against plain ones, resume, ranks, and what RL loads."""
+"""Supervised learning by TRL's trainer: its loss and its steps against plain ones, resume, and what RL loads."""
 
 from __future__ import annotations
 
 import copy
 import math
-import os
 import shutil
-import subprocess
-import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -155,11 +152,11 @@ def test_a_killed_training_goes_on_to_the_same_weights(model: Path, alone: Weigh
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("stage", [0, 2, 3])
+@pytest.mark.parametrize(("stage", "offload"), [(0, "none"), (2, "optimizer"), (3, "none")])
 def test_zero_stages_change_nothing_and_rl_starts_from_the_export(
-    stage: int, model: Path, alone: Weights, tmp_path: Path
+    stage: int, offload: str, model: Path, alone: Weights, tmp_path: Path
 ) -> None:
-    other = supervised(model, tmp_path, training=replace(TRAINING, zero_stage=stage))
+    other = supervised(model, tmp_path, training=replace(TRAINING, zero_stage=stage, offload=offload))
     other.train()
     weights = other.weights()
     assert distance(weights, alone) < 1e-5
@@ -171,35 +168,6 @@ def test_zero_stages_change_nothing_and_rl_starts_from_the_export(
     assert distance(dict(trainer.named_weights()), weights) == 0
     assert math.isfinite(trainer.update(random_groups(0))["loss"])
     assert (tmp_path / "export" / "tokenizer.json").is_file()
-
-
-RANK = """
-import sys
-from pathlib import Path
-sys.path[:0] = {path!r}
-import torch
-from test_supervised import SFT, TRAINING
-from dataclasses import replace
-from pipeline.training.supervised import Supervised
-place = Path(sys.argv[1])
-trainer = Supervised({model!r}, place / "rows.arrow", place, TRAINING, replace(SFT, micro_rows=1), 0)
-trainer.train()
-trainer.export(place / "export")
-"""
-
-
-@pytest.mark.slow
-def test_two_ranks_do_what_one_does(model: Path, alone: Weights, tmp_path: Path) -> None:
-    place = tmp_path / "two"
-    place.mkdir()
-    written_rows(place / "rows.arrow")
-    script = tmp_path / "rank.py"
-    script.write_text(RANK.format(path=[os.getcwd(), str(Path(__file__).parent)], model=str(model)))
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    subprocess.run([*command, str(script), str(place)], check=True, timeout=240, env=environment)
-    written = load_file(place / "export" / "model.safetensors")
-    assert distance({name: written[name] for name in alone}, alone) < 1e-5
 
 
 @pytest.mark.parametrize(
