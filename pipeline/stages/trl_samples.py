@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -17,10 +18,12 @@ from pipeline.stages.advantage import graded_rewards
 from pipeline.tasks.harbor import HarborTask
 from pipeline.training.loss_weights import AGGREGATIONS
 
-POSSIBLE: dict[str, tuple[Any, ...]] = {  # what TRL's loss can be
-    "loss": ("ppo_clip",),
-    "aggregation": ("group_mean", "rollout_mean", "token_mean"),
-    "decoupled": (False,),
+POSSIBLE: dict[str, tuple[Any, ...]] = {  # what would otherwise be left out without a word
+    "algorithm.loss": ("ppo_clip",),
+    "algorithm.aggregation": ("group_mean", "rollout_mean", "token_mean"),
+    "algorithm.decoupled": (False,),
+    "curriculum.enabled": (False,),
+    "training.lora.rank": (None,),
 }
 
 
@@ -44,10 +47,10 @@ def trl_settings(config: Config) -> dict[str, Any]:
 
 
 def check_settings(config: Config) -> None:
-    """Raise UserError for a setting of the loss that TRL would leave out without a word."""
+    """Raise UserError for a setting that cannot be had with TRL's trainer."""
     for knob, possible in POSSIBLE.items():
-        if (value := getattr(config.algorithm, knob)) not in possible:
-            raise UserError(f"algorithm.{knob}={value}: TRL's loss can only do {', '.join(map(str, possible))}")
+        if (value := attrgetter(knob)(config)) not in possible:
+            raise UserError(f"{knob}={value}: with TRL's trainer only {', '.join(map(str, possible))} will do")
 
 
 def prompts(tasks: Sequence[HarborTask]) -> Any:

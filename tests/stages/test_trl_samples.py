@@ -227,10 +227,17 @@ def test_trl_s_loss_and_gradients_are_ours(aggregation: str, tmp_path: Path, mon
     assert 0 < metrics["clip_ratio/region_mean"][-1] < 1
 
 
-@pytest.mark.parametrize("wrong", ["loss=gspo", "decoupled=true", "aggregation=constant"])
-def test_what_trl_s_loss_cannot_do_is_refused(wrong: str, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=f"algorithm.{wrong.partition('=')[0]}"):
-        check_settings(settings(tmp_path, f"algorithm.{wrong}"))
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        "algorithm.loss=gspo", "algorithm.decoupled=true", "algorithm.aggregation=constant", "curriculum.enabled=true",
+        "training.lora.rank=8",
+    ],
+)  # fmt: skip
+def test_what_trl_cannot_do_is_refused(wrong: str, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=wrong.partition("=")[0]):
+        check_settings(settings(tmp_path, wrong))
+    check_settings(settings(tmp_path))
 
 
 def test_trl_knows_every_setting_that_it_is_given(tmp_path: Path) -> None:
