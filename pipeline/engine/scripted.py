@@ -42,6 +42,7 @@ class Scripted:
     delay_s: float = 0.0
     gate: asyncio.Event | None = None  # ends the delay when it is set
     version: str | None = None  # None: the engine's
+    synced: tuple[int, str] | None = None  # a sync lands before this token: from there on it is another version's
     drop: bool = False  # close the connection instead of answering
     status: int = 200
     error: str = "scripted"  # the message that goes with another status
@@ -173,7 +174,9 @@ class FakeEngine:
         choice = _choice(ids, finish, [{"token_id": i, "logprob": p} for i, p in zip(ids, logprobs, strict=True)])
         choice["stop_reason"] = answer.end if finish == "stop" and answer.end != END else None
         version = answer.version or self.version or body["cache_salt"]
-        choice["weight_versions"] = [{"version": version, "start": 0, "end": len(ids)}]
+        start, newer = answer.synced or (len(ids), version)
+        spans = [(version, 0, start), (newer, start, len(ids))]
+        choice["weight_versions"] = [{"version": v, "start": s, "end": e} for v, s, e in spans if s < e]
         return {"choices": [choice], "usage": {"prompt_tokens_details": None}}
 
     @staticmethod

@@ -439,10 +439,24 @@ class Coordinator:
         assert self.flow is not None
         with self._changed:
             before = self.flow.outstanding_rollouts
-            batch = self.flow.take_batch(self._clock())
+            batch = self._refuse_too_old(self.flow.take_batch(self._clock()))
             if self.flow.outstanding_rollouts < before:  # what is taken, or was too old, holds no credit any more
                 self._supply.notify_all()
             return batch
+
+    def _refuse_too_old(self, batch: list[ReadyGroup] | None) -> list[ReadyGroup] | None:
+        """The last look before the trainer, at the rollouts themselves. If it finds something, Yoke has a defect."""
+        assert self.flow is not None
+        refused = self.flow.too_old(batch or ())
+        if batch is None or not refused:
+            return batch
+        self.flow.refuse(batch, refused)
+        bound = self.config.algorithm.max_staleness
+        for ready in refused:
+            self._note(ready.group.group_id, "refused", f"staler than algorithm.max_staleness={bound}")
+        names = ", ".join(ready.group.group_id for ready in refused)
+        self.emit("error", text=f"ALARM: {names} would have been trained too late and is rolled out again: a defect")
+        return None
 
     def finish_update(self, batch: list[ReadyGroup]) -> Progress:
         """Counts the update in the flow. Returns the figures of the groups closed since the one before."""

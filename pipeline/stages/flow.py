@@ -298,6 +298,21 @@ class GroupFlow:
         batch, self.ready = self.ready[:count], self.ready[count:]
         return batch
 
+    def too_old(self, batch: Sequence[ReadyGroup]) -> list[ReadyGroup]:
+        """The groups whose own rollouts, whatever was said of them, are beyond the bound."""
+        oldest = self.version.n - self.algorithm.max_staleness
+        return [ready for ready in batch if min(record.version.n for record in ready.group.rollouts) < oldest]
+
+    def refuse(self, batch: Sequence[ReadyGroup], refused: Sequence[ReadyGroup]) -> None:
+        """``batch`` is not trained: the refused ones are scheduled again, the others wait as before."""
+        self._updating = False
+        for ready in batch:
+            if ready in refused:
+                self.dropped_stale += 1
+                self.pending.appendleft(ready.spec)
+            else:
+                self.ready.append(ready)
+
     def staleness(self, batch: list[ReadyGroup]) -> list[int]:
         """Updates between the weights that sampled each group and the weights that it trains."""
         return [self.version.n - ready.version.n for ready in batch]

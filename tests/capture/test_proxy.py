@@ -66,6 +66,26 @@ def test_an_answer_is_captured_as_it_was_sampled(proxies: Proxies) -> None:
     asyncio.run(run())
 
 
+def test_a_rollout_over_a_sync_keeps_the_version_of_every_span(proxies: Proxies) -> None:
+    """The first call is over before the sync, the second is in flight, the third comes after it."""
+
+    async def run() -> None:
+        old, new = PolicyVersion(1, 9), PolicyVersion(1, 10)
+        async with proxies.run() as proxy, proxy.session("k") as harness:
+            await proxy.supervisor.set_policy_version(old)
+            proxy.engine.script += [Scripted("one"), Scripted("two, three", synced=(4, str(new))), Scripted("four")]
+            for number in range(3):
+                if number == 2:
+                    await proxy.supervisor.set_policy_version(new)
+                await harness.message([{"role": "user", "content": f"ask {number}"}])
+            trace = await proxy.supervisor.close_session("k")
+        spans = [[(span.version, span.start, span.end) for span in call.versions] for call in trace.calls]
+        assert spans == [[(old, 0, 4)], [(old, 0, 4), (new, 4, 11)], [(new, 0, 5)]]
+        assert [call.version for call in trace.calls] == [old, old, new]
+
+    asyncio.run(run())
+
+
 def test_a_stream_carries_text_calls_usage_and_end(proxies: Proxies) -> None:
     async def run() -> None:
         async with proxies.run() as proxy, proxy.session("k") as harness:

@@ -15,7 +15,7 @@ from stage_helpers import call, chain, left, recipe, trace
 from pipeline.capture.shard_process import CaptureError
 from pipeline.config import HarnessConfig, UserError
 from pipeline.harness.base import HarnessRecipe
-from pipeline.records import GroupSpec, Outcome, RolloutRecord, Trace, Verdict
+from pipeline.records import GroupSpec, Outcome, PolicyVersion, RolloutRecord, Trace, Verdict, VersionSpan
 from pipeline.report.store import read_group, write_group
 from pipeline.sandbox.base import SandboxError, SandboxExit, SandboxSpec
 from pipeline.stages import rollout as stage
@@ -109,6 +109,18 @@ def ended(*tools: int, exit_: SandboxExit | None = None, output: str = "", **cou
 
 
 UNANSWERED = (left(1), trace([]), "cannot find module")
+
+
+def test_a_rollout_over_syncs_is_as_old_as_its_oldest_token(bench: Bench, tmp_path: Path) -> None:
+    """Whichever call or span it stands in; the file of the group keeps both ends."""
+    old, middle, new = (PolicyVersion(1, n) for n in (9, 10, 11))
+    spans = (VersionSpan(middle, 0, 3), VersionSpan(new, 3, 5))
+    calls = [*chain(1, 0, versions=spans), call(2, None, versions=(VersionSpan(old, 0, 1), VersionSpan(middle, 1, 2)))]
+    calls[0] = replace(calls[0], versions=(VersionSpan(middle, 0, 1),))
+    record = bench.run((left(), trace(calls), ""))
+    assert (record.version, record.newest_version) == (old, new)
+    (read,) = read_group(tmp_path / "group.parquet")
+    assert (read.version, read.newest_version) == (old, new)
 
 
 def test_a_solved_rollout_and_what_its_record_keeps(bench: Bench) -> None:

@@ -1,10 +1,11 @@
-"""Closed groups at the coordinator: what becomes of a reward function that fails, and which groups are counted."""
+"""Closed groups at the coordinator: reward functions that fail, groups that are counted, groups that are refused."""
 
 from __future__ import annotations
 
 import sys
 import types
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -39,9 +40,12 @@ def coordinator(tmp_path: Path) -> Iterator[Coordinator]:
     del sys.modules["rewards_of_this_test"]
 
 
-def close_one(coordinator: Coordinator, correctness: float | None = 1.0) -> str:
+FIRST = PolicyVersion(1, 0)
+
+
+def close_one(coordinator: Coordinator, correctness: float | None = 1.0, version: PolicyVersion = FIRST) -> str:
     """The next group comes back whole; returns its id."""
-    work, version = coordinator.lease("node0", 0.0)["work"], PolicyVersion(1, 0)
+    work = coordinator.lease("node0", 0.0)["work"]
     outcome = Outcome.SOLVED if correctness is not None else Outcome.INFRASTRUCTURE
     coordinator.take_back(
         "node0", work,
@@ -101,6 +105,25 @@ def test_a_group_that_the_function_leaves_out_is_rolled_again(coordinator: Coord
     assert flow is not None and flow.rerolls == {group: 1}
     again = coordinator.lease("node0", 0.0)["work"]
     assert again["group_id"] == group, "it is the next one"
+
+
+def test_a_group_above_the_bound_is_refused_whatever_is_said_of_it(coordinator: Coordinator) -> None:
+    """Its version in the queue is wrong; its rollouts tell. The others of its batch are trained."""
+    REWARDS["f"] = lambda outcome: float(outcome.index)
+    flow = coordinator.flow
+    assert flow is not None
+    old = close_one(coordinator)
+    flow.version = PolicyVersion(1, flow.algorithm.max_staleness + 1)
+    coordinator.set_weights(coordinator.engines["node0"], str(flow.version))
+    flow.ready = [replace(ready, version=flow.version) for ready in flow.ready]
+    count = flow.algorithm.groups_per_update
+    for _ in range(count):
+        close_one(coordinator, version=flow.version)
+    assert coordinator.take_batch() is None and old not in {ready.group.group_id for ready in flow.ready}
+    assert flow.dropped_stale == 1 and len(alarms(coordinator)) == 1 and old in alarms(coordinator)[0]
+    batch = coordinator.take_batch()
+    assert batch is not None and len(batch) == count and max(flow.staleness(batch)) == 0
+    assert coordinator.lease("node0", 0.0)["work"]["group_id"] == old, "it is rolled out again"
 
 
 def test_groups_without_contrast_are_counted(coordinator: Coordinator) -> None:
