@@ -96,6 +96,11 @@ JOBS: dict[str, Job] = {
         "what a job of these settings would do on 1 to 128 nodes, on a virtual clock (docs/scale.md)",
         "pipeline.launch.simulate:run",
     ),
+    "preflight": Job(
+        "every check that training makes before its first rollout, engine and trainer included (docs/preflight.md)",
+        "pipeline.launch.preflight_job:run",
+        words="[--json]",
+    ),
     "check": Job("look at every setting and every task without starting anything", "check"),
 }
 

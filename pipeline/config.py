@@ -418,6 +418,14 @@ class ProxyConfig:
 
 
 @dataclass
+class PreflightConfig:
+    """The checks before a run (docs/preflight.md)."""
+
+    skip: list[str] = field(default_factory=list)  # names of checks that are not made
+    tasks: int = 8  # `yoke preflight`: so many tasks of each split are checked; 0 = all, as `yoke train` does
+
+
+@dataclass
 class SimulateConfig:
     """`yoke simulate`: how long things take, and what goes wrong."""
 
@@ -490,4 +498,5 @@ class Config:
     stage: StageConfig = field(default_factory=StageConfig)
     sweep: SweepConfig = field(default_factory=SweepConfig)
     simulate: SimulateConfig = field(default_factory=SimulateConfig)
+    preflight: PreflightConfig = field(default_factory=PreflightConfig)
     experiment: Any = None

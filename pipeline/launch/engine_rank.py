@@ -25,6 +25,7 @@ from pipeline.harness.base import harness_root
 from pipeline.launch.coordinator import LONG_POLL_S, spec_from_json
 from pipeline.launch.health import HealthProbe
 from pipeline.launch.kept import KeptRollouts, group_name, rollout_name
+from pipeline.launch.preflight_table import refuse_engine, refuse_node
 from pipeline.launch.rpc import RpcClient, RpcError, RpcServer
 from pipeline.launch.run_directory import RENDEZVOUS_S, Attempt
 from pipeline.launch.storage import Storage
@@ -163,9 +164,13 @@ class EngineRank:
         )
 
     async def _start_engine(self) -> None:
+        if not self.restarts:
+            await asyncio.to_thread(refuse_node, self.config)
         self.server.start(self.config.model.path, self._engine_seed())
         await asyncio.to_thread(self.server.wait_ready, self.config.engine.start_timeout_s)
         await asyncio.to_thread(self.server.warm_up)
+        if not self.restarts:
+            await asyncio.to_thread(refuse_engine, self.config, self.server.url)
         self.last_down = time.monotonic()
         self.up.set()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import random
 import time
 
 from pipeline.config import Config, UserError
@@ -33,9 +34,13 @@ def ensure_gates(config: Config, run: RunDirectory) -> int | None:
     return count
 
 
-def check_all(config: Config, run: RunDirectory) -> int:
-    """Oracle → 1 and nop → 0 on every task; returns their number. Raises UserError that names the first that fail."""
-    tasks = [*load_split(config, run, "train"), *load_split(config, run, "test")]
+def check_all(config: Config, run: RunDirectory, sample: int = 0) -> int:
+    """Oracle → 1 and nop → 0 on every task, or on ``sample`` of each split; returns their number. Raises UserError that
+    names the first that fail.
+    """
+    splits = [load_split(config, run, split) for split in ("train", "test")]
+    chosen = random.Random(config.seed)
+    tasks = [task for split in splits for task in chosen.sample(split, min(sample or len(split), len(split)))]
     failures = asyncio.run(
         check_tasks(tasks, make_sandbox(config.sandbox), config.concurrency, system=config.sandbox.image)
     )

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from pipeline.config import Config, UserError
 from pipeline.harness.base import register
-from pipeline.launch import allocation, preflight, slurm
+from pipeline.launch import allocation, preflight, preflight_table, slurm
 from pipeline.launch.data import load_split, load_splits
 from pipeline.launch.draws import draw_until, open_schedule
 from pipeline.launch.gates import check_all, ensure_gates
@@ -45,7 +45,7 @@ def train(config: Config) -> int:
     if job := queued(run):
         say(f"{run.root} is in job {job[0]} already ({job[1].lower()}): yoke status {run.root} --watch")
         return 0
-    run = _open(config, joins=config.cluster.name == "local")
+    run = _open(config, joins=config.cluster.name == "local", trains=True)
     if run.done and covered(config, run):
         say(f"{run.root} is done; fresh=true starts over")
         return _report(config, run)
@@ -54,12 +54,13 @@ def train(config: Config) -> int:
 
 def submit(config: Config) -> str:
     """The same for one point of a sweep: submits its run without a word. Returns the job id."""
-    return slurm.submit(config, _open(config, quiet=True))
+    return slurm.submit(config, _open(config, quiet=True, trains=True))
 
 
 def _dry_run(config: Config) -> int:
     run = RunDirectory(Path(config.run_dir))
     preflight.check_settings(config, port_is_ours=True)
+    preflight_table.refuse_at_start(config, run)
     if config.tasks.kind == "harbor":
         preflight.check_tasks_readable(config, run)
     say(slurm.text(config, run) if config.cluster.name == "slurm" else plan(config, run))
@@ -96,6 +97,7 @@ LAUNCHERS = {"local": _train_here, "slurm": slurm.launch, "allocation": allocati
 def check(config: Config) -> int:
     """Every setting and every task, without starting a run."""
     say(f"sandbox: {preflight.check_settings(config)}")
+    preflight_table.refuse_at_start(config, RunDirectory(Path(config.run_dir)))
     with tempfile.TemporaryDirectory() as scratch:
         run = RunDirectory(Path(scratch))
         preflight.check_tasks_readable(config, run)
@@ -264,10 +266,13 @@ def _report_sweep(sweep: RunDirectory) -> int:
     return report_sweep(sweep.root)
 
 
-def _open(config: Config, joins: bool = False, beside: bool = False, quiet: bool = False) -> RunDirectory:
+def _open(
+    config: Config, joins: bool = False, beside: bool = False, quiet: bool = False, trains: bool = False
+) -> RunDirectory:
     """Check every setting and task, then make or reopen the run directory.
 
-    A living run is left alone, but for training, which ``joins`` it, and for what goes on ``beside`` it.
+    A living run is left alone, but for training, which ``joins`` it, and for what goes on ``beside`` it. ``trains``:
+    the settings must go together too, in whatever only training needs.
     """
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(message)s")
     config = with_absolute_paths(config)
@@ -281,6 +286,8 @@ def _open(config: Config, joins: bool = False, beside: bool = False, quiet: bool
             f"{run.root} is in use by job {job[0]} ({job[1].lower()}): wait for it, or yoke stop {run.root}"
         )
     sandbox = preflight.check_settings(config, port_is_ours=bool(running) and joins)
+    if trains:
+        preflight_table.refuse_at_start(config, run)
     if not quiet:
         say(f"sandbox: {sandbox}")
     if config.tasks.kind == "harbor":

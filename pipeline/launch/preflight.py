@@ -1,9 +1,8 @@
-"""Everything that can be known to go wrong is found here, before a process is started or a file written."""
+"""Each setting by itself: what cannot work is found here, before a process is started or a file written."""
 
 from __future__ import annotations
 
 import os
-import shutil
 from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +13,7 @@ from pipeline.engine.server import reserve_port
 from pipeline.harness.base import HarnessRecipe, get_harness, harness_root
 from pipeline.launch.data import load_split
 from pipeline.launch.evaluation_jobs import evaluation_cluster
+from pipeline.launch.preflight_machine import ROOM_GB, free_gb
 from pipeline.launch.run_directory import RunDirectory
 from pipeline.launch.slurm import SET_BY_US
 from pipeline.launch.snapshot import SOURCE
@@ -21,8 +21,6 @@ from pipeline.sandbox.base import choose_sandbox
 from pipeline.sandbox.images import TASK, fetch_image
 from pipeline.stages.advantage import configured_reward
 from pipeline.stages.schedule import weighted_cycle
-
-ROOM_GB = 1.0
 
 
 def check_settings(config: Config, port_is_ours: bool = False) -> str:
@@ -80,17 +78,6 @@ def _check_numbers(config: Config) -> None:
     if algorithm.group_size < 2:
         raise UserError(
             f"algorithm.group_size={algorithm.group_size}: a group needs at least 2 rollouts to be compared"
-        )
-    if algorithm.group_size > algorithm.max_outstanding_rollouts:
-        raise UserError(
-            f"algorithm.group_size={algorithm.group_size} is larger than "
-            f"algorithm.max_outstanding_rollouts={algorithm.max_outstanding_rollouts}: no group could ever start"
-        )
-    needed = algorithm.groups_per_update * algorithm.group_size
-    if needed > algorithm.max_outstanding_rollouts:
-        raise UserError(
-            f"an update needs {algorithm.groups_per_update} groups of {algorithm.group_size} = {needed} rollouts, but "
-            f"algorithm.max_outstanding_rollouts={algorithm.max_outstanding_rollouts}: raise it or lower the groups"
         )
     for name, value in {
         "concurrency": config.concurrency,
@@ -185,9 +172,8 @@ def _check_place(run_dir: Path) -> None:
         raise UserError(f"run_dir={run_dir}: {existing} is not a directory that you may write to")
     if run_dir.is_symlink():
         raise UserError(f"run_dir={run_dir} is a link: give the directory itself")
-    free_gb = shutil.disk_usage(existing).free / 1e9
-    if free_gb < ROOM_GB:
-        raise UserError(f"run_dir={run_dir}: only {free_gb:.2f} GB free, a run needs at least {ROOM_GB:g} GB")
+    if (free := free_gb(run_dir)) < ROOM_GB:
+        raise UserError(f"run_dir={run_dir}: only {free:.2f} GB free, a run needs at least {ROOM_GB:g} GB")
 
 
 def check_tasks_readable(config: Config, run: RunDirectory) -> None:

@@ -23,6 +23,7 @@ log = logging.getLogger("yoke.run")
 
 RESERVE, RESERVE_BYTES = ".reserve", 1 << 15  # given up when a rank has to leave its last word on a full disk
 RENDEZVOUS_S = 300.0  # within which the ranks of an attempt must have found each other
+STALL_S = 1800.0  # that a trainer waits for a batch before it gives the attempt up
 
 
 class FencedOff(RuntimeError):
@@ -191,6 +192,7 @@ FREE = (
     "warm_start",
     "sweep",
     "simulate",
+    "preflight",
 )
 _FREE_KEYS = (
     *("mix.readmit", "mix.set_aside_after"),

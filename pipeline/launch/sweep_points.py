@@ -16,6 +16,7 @@ from hydra.core.override_parser.types import Override
 from pipeline.config import Config, UserError
 from pipeline.harness.base import register
 from pipeline.launch import preflight
+from pipeline.launch.preflight_table import refuse_at_start
 from pipeline.launch.run_directory import FREE, RunDirectory
 from pipeline.launch.snapshot import with_absolute_paths
 
@@ -207,6 +208,7 @@ def _check_points(points: Sequence[Point]) -> None:
 
 def _check_point(point: Point) -> None:
     preflight.check_settings(point.config)
+    refuse_at_start(point.config, point.run)
     if point.config.tasks.kind == "harbor":
         preflight.check_tasks_readable(point.config, point.run)
     if not point.config.fresh and (different := point.run.other_settings(point.config)):

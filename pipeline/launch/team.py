@@ -16,6 +16,8 @@ from typing import Any
 
 from pipeline.config import Config
 from pipeline.engine.transfer import SyncTimings, Transfer, TransferError, Weights, make_transfer
+from pipeline.launch.preflight_check import Forward
+from pipeline.launch.preflight_engine import forward_of
 from pipeline.launch.rpc import RpcClient, RpcError
 from pipeline.launch.run_directory import Attempt
 from pipeline.records import PolicyVersion, TrainGroup
@@ -60,6 +62,7 @@ class TrainerTeam:
             "save": self._save,
             "export": trainer.export,
             "push": self._push,
+            "forward": self._forward,
             "rest": lambda: None,
         }
 
@@ -82,6 +85,11 @@ class TrainerTeam:
         """The current weights into each target, by the rank on its node."""
         results: list[Pushed] = self._order("push", {"targets": list(targets), "version": version})
         return results
+
+    def forward(self, prompt: Sequence[int], sampled: Sequence[int]) -> Forward:
+        """See `forward_of`: the trainer's view of one sequence."""
+        found: Forward = self._order("forward", {"prompt": list(prompt), "sampled": list(sampled)})
+        return found
 
     def rest(self) -> None:
         """To be called in every wait: tells the other ranks now and then that rank 0 is alive."""
@@ -120,6 +128,9 @@ class TrainerTeam:
 
     def _save(self, root: Path, state: dict[str, Any] | None = None) -> None:
         self.trainer.save(root, state or {}, self.attempt.check_fence)
+
+    def _forward(self, prompt: Sequence[int], sampled: Sequence[int]) -> Forward:
+        return forward_of(self.trainer, prompt, sampled)
 
     def _push(self, targets: Sequence[Target], version: PolicyVersion) -> list[Pushed]:
         began = time.monotonic()

@@ -19,9 +19,10 @@ from pipeline.launch.checkpoint_evaluations import CheckpointEvaluations
 from pipeline.launch.coordinator import FLUSH_S, Coordinator, Engine, aside_text
 from pipeline.launch.data import load_splits
 from pipeline.launch.draws import open_schedule
+from pipeline.launch.preflight_table import refuse_trainer
 from pipeline.launch.rendezvous import ANYWHERE, join_trainers, own_host
 from pipeline.launch.rpc import RpcServer
-from pipeline.launch.run_directory import RENDEZVOUS_S, Attempt
+from pipeline.launch.run_directory import RENDEZVOUS_S, STALL_S, Attempt
 from pipeline.launch.snapshotter import Snapshotter
 from pipeline.launch.storage import Saving
 from pipeline.launch.team import Target, TrainerTeam
@@ -38,7 +39,6 @@ log = logging.getLogger("yoke.trainer")
 ENGINE_SILENCE_S = 30.0
 ENGINE_STOP_S = 3.0
 TOGETHER_S = 60.0  # that a run waits for the engines of other nodes when the first one is ready
-STALL_S = 1800.0
 
 
 class Interrupted(RuntimeError):
@@ -128,6 +128,7 @@ class TrainerRank:
             self._publish_difficulty()
             with self._phase("start"):
                 self._await_engine()
+                self._compare_with_engine()
             self._publish("ready", {"engines": sorted(self.coordinator.engines), "time": time.time()})
             self._evaluate("before", self.config.evaluation.before and self.flow.state.update == 0)
             with self._phase("train"):
@@ -192,6 +193,12 @@ class TrainerRank:
             if late:
                 raise TimeoutError("no engine rank registered in time; see the logs of the attempt")
             self.coordinator.wait(0.5)
+
+    def _compare_with_engine(self) -> None:
+        """Raises UserError when this node's engine, which now has the trainer's weights, computes another model."""
+        if own := self.coordinator.engines.get("node0"):  # only that one can be reached from here
+            return refuse_trainer(self.config, own.url, self.team.forward)
+        log.warning("node 0's engine is not up yet: its logprobs are not compared with the trainer's at the start")
 
     def _check_the_others(self) -> None:
         """Called in every wait; raises when waiting is of no use: failed or silent engines, a ghost, an interrupt."""
