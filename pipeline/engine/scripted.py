@@ -21,6 +21,7 @@ END_OF_TEXT = 1005  # the model's other stop id, which the template never writes
 STOPS = (END, END_OF_TEXT)
 MARKS = {END: "<|end|>", END_OF_TEXT: "<|endoftext|>"} | {mark: f"<|{role}|>" for role, mark in ROLES.items()}
 WINDOW = 200_000
+THOUGHT = b"<think>"
 GAP = 2.0  # between the two best logprobs at temperature 1
 
 
@@ -31,6 +32,7 @@ class Template:
     gap: str = ""
     strips_thoughts: bool = False  # of every turn before the last user message
     late_system: str = "keeps"  # or "raises", "hoists"
+    opens_thought: str = "never"  # the generation prompt; or "unless off" (the request's switch), "always"
 
 
 @dataclass
@@ -126,6 +128,8 @@ class FakeEngine:
     async def _answer(self, path: str, body: Any, reader: asyncio.StreamReader) -> tuple[Any, ...] | None:
         if path == "/v1/models":
             return 200, {"data": [{"id": "policy", "max_model_len": WINDOW}]}
+        if path == "/detokenize":
+            return 200, {"prompt": decoded(body["tokens"])}
         if path.endswith("/derender"):
             return 200, derender(body)
         if path.endswith("/render"):
@@ -138,7 +142,13 @@ class FakeEngine:
             ids = render(body["messages"], self.template)
         except Refused as error:
             return 400, {"error": {"message": str(error), "type": "BadRequestError", "code": 400}}
+        ids += self._thought(body.get("chat_template_kwargs") or {})
         return 200, {"token_ids": ids, "sampling_params": {"top_k": 20, "temperature": 0.1}}
+
+    def _thought(self, switches: dict[str, Any]) -> bytes:
+        """What the generation prompt begins for the model."""
+        off = switches.get("enable_thinking") is False
+        return THOUGHT if self.template.opens_thought in ("always", *(() if off else ("unless off",))) else b""
 
     async def _generate(self, body: Any, reader: asyncio.StreamReader) -> tuple[Any, ...] | None:
         if _is_probe(body["sampling_params"]):

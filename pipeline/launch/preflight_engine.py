@@ -163,7 +163,7 @@ def _wrong(recipe: HarnessRecipe, message: Message | str) -> str:
         return message
     calls = message.tool_calls or []
     if not action.tool:
-        if (message.content or "").strip() == action.text.strip() and not calls:
+        if (message.content or "").strip().endswith(action.text.strip()) and not calls:  # thoughts may stand before
             return ""
         return f"its text came back as {_shown(message)}"
     if [call.function.name for call in calls] != [action.tool]:
