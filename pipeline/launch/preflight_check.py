@@ -25,6 +25,7 @@ log = logging.getLogger("yoke.preflight")
 CONFIG, NODE, DATA, ENGINE, TRAINER = NEEDS = ("config", "node", "data", "engine", "trainer")
 OK, FAILED, SKIPPED = "ok", "failed", "skipped"
 BY_NAME = "as preflight.skip says"
+LATER = "the job looks at this on its nodes, before its first rollout"
 
 
 class Refused(Exception):
@@ -49,6 +50,7 @@ class Grounds:
 
     config: Config
     made_with: Config | None = None
+    here: bool = True  # agents and engine will run on this machine
     url: str = ""  # of the engine
     start_engine: Callable[[ExitStack], str] | None = None  # where none is up yet: start one, stop it in the end
     forward: Callable[[Sequence[int], Sequence[int]], Forward] | None = None  # the trainer's, of (prompt, sampled)

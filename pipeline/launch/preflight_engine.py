@@ -22,7 +22,7 @@ from pipeline.capture.upstream import Engine, Message, Rendered, Sampled
 from pipeline.config import Config
 from pipeline.engine.server import SERVED_MODEL_NAME
 from pipeline.harness.base import Action, HarnessRecipe, get_harness
-from pipeline.launch.preflight_check import Forward, Grounds, NotHere, Refused
+from pipeline.launch.preflight_check import LATER, Forward, Grounds, NotHere, Refused
 
 ASK_S, OUTAGE_S = 60.0, 5.0
 SALT = "preflight"
@@ -61,7 +61,7 @@ def _thinking(grounds: Grounds) -> bool | None:
 def engine(grounds: Grounds) -> str:
     """Start the engine where none is up; whether it serves the window that everybody is told of."""
     if not grounds.url and grounds.start_engine is None:
-        raise NotHere("the job looks at this on its nodes, before its first rollout")
+        raise NotHere(LATER)
     if grounds.start_engine is not None:
         grounds.url = grounds.start_engine(grounds.stack)
     window = ask(grounds, lambda engine: engine.context_length())
@@ -308,7 +308,7 @@ def logprobs(grounds: Grounds) -> str:
 def trainer(grounds: Grounds) -> str:
     """The engine's logprobs of a sample against the trainer's forward over the same ids."""
     if grounds.forward is None or not grounds.url:
-        raise NotHere("the job looks at this before its first rollout")
+        raise NotHere(LATER)
     prompt, sampled = ask(grounds, lambda engine: _sample(engine, grounds.config))
     forward = grounds.forward(ids.numbers(prompt.text), ids.numbers(sampled.text))
     dtype = grounds.config.model.dtype

@@ -43,8 +43,9 @@ def _failed(results: Sequence[Result]) -> bool:
 
 def _grounds(config: Config, stack: ExitStack) -> Grounds:
     """Engine and trainer are of this machine; a job on Slurm looks at them on its own nodes."""
-    grounds = Grounds(config, made_with(RunDirectory(Path(config.run_dir))), sample=config.preflight.tasks, stack=stack)
-    if not on_slurm(config):
+    run = RunDirectory(Path(config.run_dir))
+    grounds = Grounds(config, made_with(run), not on_slurm(config), sample=config.preflight.tasks, stack=stack)
+    if grounds.here:
         grounds.start_engine = lambda stack: _start_engine(config, stack)
         grounds.forward = lambda prompt, sampled: _forward(config, prompt, sampled)
     return grounds

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from pipeline.config import Config
 from pipeline.engine.device import transfer_kind
-from pipeline.launch.preflight_check import Grounds, Refused
+from pipeline.launch.preflight_check import LATER, Grounds, NotHere, Refused
 from pipeline.launch.preflight_settings import figures, model_file, refuse_if
 
 ROOM_GB = 1.0  # beyond everything that can be told before
@@ -94,6 +94,8 @@ def size_of(folder: Path) -> int:
 
 def node(grounds: Grounds) -> str:
     """Whether as many rollouts as may run at once find what they need on this machine."""
+    if not grounds.here:
+        raise NotHere(LATER)
     config, sandbox = grounds.config, grounds.config.sandbox
     memory_mb, needed_mb = _memory_mb(config), [_measured_mb(name) for name in config.mix.harnesses]
     largest = max(needed_mb)

@@ -13,6 +13,7 @@ from pipeline.launch.preflight_check import (
     CONFIG,
     DATA,
     ENGINE,
+    LATER,
     NEEDS,
     NODE,
     TRAINER,
@@ -36,8 +37,8 @@ def _tasks(grounds: Grounds) -> str:
     config = grounds.config
     if not config.tasks.check:
         raise NotHere("tasks.check=false")
-    if config.cluster.name == "slurm":
-        raise NotHere("the job looks at this on its first node, before its first rollout")
+    if not grounds.here:
+        raise NotHere(LATER)
     with tempfile.TemporaryDirectory(prefix="yoke-preflight-") as scratch:
         run = RunDirectory(Path(scratch))
         preflight.check_tasks_readable(config, run)
