@@ -57,10 +57,19 @@ def estimate_gb(config: Config) -> dict[str, float]:
     models = 1 + (exports if evaluation.every else 0)
     rollouts = training.updates * config.algorithm.groups_per_update * config.algorithm.group_size
     return {
-        "checkpoints": (training.keep_checkpoints + 1) * weights * STATE_BYTES / GB,
+        "checkpoints": (training.keep_checkpoints + 1) * weights * _trained_share(config) * STATE_BYTES / GB,
         "models": models * weights * WEIGHT_BYTES[config.model.dtype] / GB,
         "rollouts": rollouts * FILLED * config.model.max_model_len * TOKEN_BYTES / GB,
     }
+
+
+def _trained_share(config: Config) -> float:
+    """How many of the parameters a checkpoint holds: all, or those of adapters of a square layer."""
+    place = model_file(config.model.path, "config.json")
+    if config.training.lora.rank is None or place is None:
+        return 1.0
+    width = json.loads(place.read_text()).get("hidden_size", 1)
+    return min(1.0, 2 * config.training.lora.rank / width)
 
 
 def parameters(model_path: str) -> float:

@@ -63,12 +63,13 @@ def test_parameters_are_counted_in_one_file_and_in_several(tmp_path: Path) -> No
     [
         ([], 3, 1),
         (["training.keep_checkpoints=5"], 6, 1),
+        (["training.lora.rank=8"], 3 * 2 * 8 / 128, 1),
         (["evaluation.every=1"], 3, 4),  # 12 updates, every 4th
         (["evaluation.every=1", "evaluation.keep_exports=2"], 3, 3),
         (["evaluation.every=1", "evaluation.keep_exports=0", "training.checkpoint_every=1"], 3, 13),
     ],
 )
-def test_what_is_kept_is_counted(words: list[str], checkpoints: int, models: int) -> None:
+def test_what_is_kept_is_counted(words: list[str], checkpoints: float, models: int) -> None:
     config = settings(*words)
     weights, parts = parameters(config.model.path), estimate_gb(config)
     assert parts["checkpoints"] == pytest.approx(checkpoints * weights * STATE_BYTES / 1e9)
