@@ -15,7 +15,6 @@ import httpx
 from pipeline.capture.dialects.base import ApiError
 from pipeline.config import Config, UserError
 from pipeline.engine.server import EngineError
-from pipeline.engine.transfer import TransferError
 
 if TYPE_CHECKING:
     from pipeline.capture.continuity import Template
@@ -79,13 +78,14 @@ class Check:
 
 @dataclass(frozen=True)
 class Result:
-    """How a check ended."""
+    """How a check ended. ``made``: False when it failed because something was away, and not for what it saw."""
 
     name: str
     result: str  # ok | failed | skipped
     said: str
     cure: str = ""
     seconds: float = 0.0
+    made: bool = True
 
     def as_json(self) -> dict[str, Any]:
         return {key: value for key, value in vars(self).items() if value or key != "cure"}
@@ -121,20 +121,21 @@ def _one(check: Check, grounds: Grounds, skip: Collection[str], closed: dict[str
     if check.needs in closed:
         return Result(check.name, SKIPPED, closed[check.needs])
     started = time.monotonic()
-    result, said = _look(check, grounds)
+    result, said, made = _look(check, grounds)
     seconds = round(time.monotonic() - started, 2)
-    return Result(check.name, result, said, check.cure if result == FAILED else "", seconds)
+    return Result(check.name, result, said, check.cure if result == FAILED else "", seconds, made)
 
 
-def _look(check: Check, grounds: Grounds) -> tuple[str, str]:
+def _look(check: Check, grounds: Grounds) -> tuple[str, str, bool]:
+    """The result, what was said, and whether the check could be made."""
     try:
-        return OK, check.look(grounds)
+        return OK, check.look(grounds), True
     except NotHere as reason:
-        return SKIPPED, str(reason)
-    except (Refused, UserError, EngineError, TransferError) as error:
-        return FAILED, str(error)
+        return SKIPPED, str(reason), True
+    except (Refused, UserError, EngineError) as error:
+        return FAILED, str(error), True
     except (ApiError, httpx.HTTPError, OSError, ValueError) as error:
-        return FAILED, f"the check could not be made: {type(error).__name__}: {error}"
+        return FAILED, f"the check could not be made: {type(error).__name__}: {error}", False
 
 
 def complaint(results: Sequence[Result]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import tempfile
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
@@ -27,6 +28,8 @@ from pipeline.launch.preflight_check import (
     examine,
 )
 from pipeline.launch.run_directory import RunDirectory
+
+log = logging.getLogger("yoke.preflight")
 
 
 def _settings(grounds: Grounds) -> str:
@@ -195,12 +198,20 @@ def refuse_node(config: Config) -> None:
 
 def refuse_engine(config: Config, url: str) -> None:
     """In a job, as soon as its engine is up. Raises UserError."""
-    _refuse(look(config, (ENGINE,), Grounds(config, url=url)))
+    _refuse(_answered(look(config, (ENGINE,), Grounds(config, url=url))))
 
 
 def refuse_trainer(config: Config, url: str, forward: Callable[[Sequence[int], Sequence[int]], Forward]) -> None:
     """In a job, when the engine has the trainer's weights and before the first rollout. Raises UserError."""
-    _refuse(look(config, (TRAINER,), Grounds(config, url=url, forward=forward)))
+    _refuse(_answered(look(config, (TRAINER,), Grounds(config, url=url, forward=forward))))
+
+
+def _answered(results: Sequence[Result]) -> list[Result]:
+    """Without those in which the engine did not answer: one that dies is started again, which is no setting's fault."""
+    for result in results:
+        if not result.made:
+            log.warning("%s: %s", result.name, result.said)
+    return [result for result in results if result.made]
 
 
 def _refuse(results: Sequence[Result]) -> None:

@@ -16,6 +16,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from pipeline.engine import scripted
 from pipeline.engine.scripted import FakeEngine, Scripted, Template, logprob
+from pipeline.launch import preflight_engine
 from pipeline.launch.preflight_check import Forward, Grounds, Result
 from pipeline.launch.preflight_engine import GAPS, MORE, forward_of
 from pipeline.training.forward import PolicyModel
@@ -109,7 +110,8 @@ def test_a_smaller_window_than_everybody_is_told_is_refused() -> None:
     assert_refused(look("engine", Short()), "model.max_model_len=65536, but the engine serves 4096 tokens")
 
 
-def test_an_engine_that_does_not_answer_fails_its_check() -> None:
+def test_an_engine_that_does_not_answer_fails_its_check(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(preflight_engine, "OUTAGE_S", 0.2)
     assert_refused(outcome("engine", Grounds(settings(), url="http://127.0.0.1:1")), "the check could not be made")
 
 

@@ -19,7 +19,7 @@ from preflight_helpers import assert_refused, outcome, settings
 from pipeline.config import Config, UserError
 from pipeline.engine.scripted import FakeEngine, Scripted, Template, logprob
 from pipeline.engine.server import EngineError
-from pipeline.launch import jobs, preflight, preflight_job, preflight_table, slurm
+from pipeline.launch import jobs, preflight, preflight_engine, preflight_job, preflight_table, slurm
 from pipeline.launch.engine_rank import EngineRank
 from pipeline.launch.preflight_check import NEEDS, Check, Forward, Grounds, NotHere, Refused, examine
 from pipeline.launch.preflight_table import CHECKS, chosen, refuse_at_start, refuse_trainer
@@ -70,10 +70,12 @@ def test_a_skipped_check_is_a_warning_in_the_log_and_opens_what_follows(caplog: 
     assert said == ["the check first is skipped, as preflight.skip says: nobody looks at what first looks at"]
 
 
-@pytest.mark.parametrize("error", [OSError("gone"), ValueError("what"), EngineError("died")])
-def test_a_check_that_breaks_has_failed(error: Exception) -> None:
-    ((_, result, said),) = results(check("a", error=error))
-    assert result == "failed" and str(error) in said
+@pytest.mark.parametrize(
+    ("error", "made"), [(OSError("gone"), False), (ValueError("what"), False), (Refused("x"), True)]
+)
+def test_a_check_that_breaks_has_failed(error: Exception, made: bool) -> None:
+    (result,) = examine([check("a", error=error)], Grounds(settings()))
+    assert (result.result, result.made, str(error) in result.said) == ("failed", made, True)
 
 
 def test_only_failures_have_a_cure_and_stand_in_the_complaint() -> None:
@@ -139,6 +141,11 @@ def test_a_setting_that_cannot_work_is_the_first_to_fail() -> None:
 
 
 # --- yoke train
+
+
+@pytest.fixture(autouse=True)
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(preflight_engine, "OUTAGE_S", 0.2)
 
 
 @pytest.fixture
@@ -221,6 +228,16 @@ def test_a_trainer_compares_itself_with_the_engine_of_its_node(caplog: pytest.Lo
     assert any("not compared" in record.getMessage() for record in caplog.records if record.name == "yoke.trainer")
 
 
+def test_an_engine_that_dies_during_its_checks_is_left_to_its_watcher(caplog: pytest.LogCaptureFixture) -> None:
+    rank = engine_rank(settings(), "http://127.0.0.1:1")
+    with caplog.at_level(logging.WARNING, "yoke.preflight"):
+        asyncio.run(EngineRank._start_engine(rank))
+        refuse_trainer(rank.config, rank.server.url, Mock(side_effect=AssertionError("asked")))
+    said = [record.getMessage() for record in caplog.records if record.name == "yoke.preflight"]
+    assert [line.split(": the check could not be made: ")[0] for line in said] == ["engine", "trainer"]
+    assert rank.up.is_set()
+
+
 # --- yoke preflight
 
 
@@ -242,6 +259,7 @@ def engine(monkeypatch: pytest.MonkeyPatch, installed: None) -> FakeEngine:
 
 
 FAST = ["tasks.check=false"]
+QUICK = {"seconds": 0.0, "made": True}
 
 
 def run(words: list[str], *overrides: str, run_dir: Path) -> int:
@@ -268,7 +286,7 @@ def test_json_is_all_that_stdout_holds(tmp_path: Path, engine: FakeEngine, capsy
     assert list(by_name) == [row.name for row in CHECKS]
     assert by_name["groups"]["result"] == "failed" and by_name["groups"]["cure"]
     assert by_name["trainer"]["result"] == "ok" and "cure" not in by_name["trainer"]
-    assert by_name["tasks"] == {"name": "tasks", "result": "skipped", "said": "tasks.check=false", "seconds": 0.0}
+    assert by_name["tasks"] == {"name": "tasks", "result": "skipped", "said": "tasks.check=false"} | QUICK
     assert "groups" in said.err, "progress"
 
 
