@@ -71,7 +71,11 @@ JOBS: dict[str, Job] = {
     "collect": Job("record a teacher's solved rollouts through the real harnesses (docs/sft.md)", "collect"),
     "sft": Job("supervised learning on what `yoke collect` recorded; RL starts from its model (docs/sft.md)", "sft"),
     "warm_start": Job("make the quick start's model again, from nothing", "warm_start"),
-    "report": Job("write the results, the table and the picture of a run or a sweep again", "report", words="[RUN]"),
+    "report": Job(
+        "write the results, the table, the picture and the page of a run again; of several, side by side; of a sweep",
+        "report",
+        words="RUN… [--json | --md]",
+    ),
     "status": Job(
         "how a run stands: its job, updates, reward, nodes and errors, on one screen (docs/status.md)",
         "pipeline.launch.status:run",

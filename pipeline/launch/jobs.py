@@ -34,6 +34,7 @@ from pipeline.stages.verification import verify as verify_workspace
 from pipeline.tasks.harbor import load_task
 
 STOPPED = 130  # exit code, as after Ctrl-C
+REPORT_FORMS = {"--json": "json", "--md": "md"}
 
 
 def train(config: Config) -> int:
@@ -235,15 +236,22 @@ def warm_start(config: Config) -> int:
 
 
 def report(config: Config, words: Sequence[str] = ()) -> int:
-    """results.json, table and picture again, of a run (with the settings that it was made with) or of a sweep."""
-    if len(words) > 1:
-        raise UserError(f"yoke report takes one run or sweep, not {len(words)}: {' '.join(words)}")
-    run = RunDirectory(Path(words[0] if words else config.run_dir).absolute())
-    if is_sweep(run.root):
-        return _report_sweep(run)
-    made_with = run.saved_config()
+    """The report again, of a run (with the settings that it was made with), of several side by side, or of a sweep."""
+    flags = [word for word in words if word.startswith("-")]
+    places = [word for word in words if word not in flags] or [config.run_dir]
+    if strange := [flag for flag in flags if flag not in REPORT_FORMS] or flags[1:]:
+        raise UserError(f"yoke report RUN… [--json | --md]: what is {strange[0]}?")
+    runs = [RunDirectory(Path(place).absolute()) for place in dict.fromkeys(places)]
+    form = REPORT_FORMS[flags[0]] if flags else ""
+    if any(is_sweep(run.root) for run in runs):
+        if len(runs) > 1 or form:
+            raise UserError("yoke report takes a sweep by itself, without --json or --md; or several runs")
+        return _report_sweep(runs[0])
+    if len(runs) > 1:
+        return _report_several(runs, form)
+    made_with = runs[0].saved_config()
     register(made_with.harness.recipes)
-    return _report(made_with, run)
+    return _report(made_with, runs[0], form)
 
 
 # --- parts
@@ -254,10 +262,16 @@ def say(text: str) -> None:
     print(text, flush=True)
 
 
-def _report(config: Config, run: RunDirectory) -> int:
+def _report(config: Config, run: RunDirectory, form: str = "") -> int:
     from pipeline.launch.reporting import report_run  # matplotlib and SciPy take seconds to import
 
-    return report_run(config, run)
+    return report_run(config, run, form)
+
+
+def _report_several(runs: Sequence[RunDirectory], form: str) -> int:
+    from pipeline.launch.reporting import report_runs
+
+    return report_runs(runs, form)
 
 
 def _report_sweep(sweep: RunDirectory) -> int:

@@ -1,27 +1,30 @@
-"""The end of a run: results.json, the table, the learning curve; made from the run directory alone, so it can be
-done again.
+"""The end of a run: results.json, the table, the learning curve, the page; made from the run directory alone, so it can
+be done again. Also the page of several runs.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
 
 from pipeline.config import Config
-from pipeline.harness.base import get_harness
+from pipeline.harness.base import get_harness, register
 from pipeline.launch.data import split_size
 from pipeline.launch.evaluation import labels, late_results, pinned, planned_of, records
 from pipeline.launch.local import living
+from pipeline.launch.report_page import compare, page_run
 from pipeline.launch.run_directory import RunDirectory
 from pipeline.launch.slurm import SlurmError, queued
 from pipeline.records import RolloutRecord
 from pipeline.report.difficulty_table import print_difficulty
 from pipeline.report.metrics import MetricsLog, read_metrics
+from pipeline.report.page import PageRun, write_page
 from pipeline.report.plot import learning_curve
 from pipeline.report.results import Meta, build_results, checkpoint_summary, write_results
 from pipeline.report.store import write_text
@@ -29,22 +32,93 @@ from pipeline.report.table import markdown_table, print_results
 from pipeline.stages.evaluation import INCOMPLETE
 from pipeline.stages.weights import update_of
 
+PAGE, COMPARED = "index.html", "compare.html"
 
-def report_run(config: Config, run: RunDirectory) -> int:
-    """Write and show the report. Returns 3 when rollouts of an evaluation are ungraded, else 0."""
+
+def report_run(config: Config, run: RunDirectory, form: str = "") -> int:
+    """Write and show the report. Returns 3 when rollouts of an evaluation are ungraded, else 0.
+
+    ``form``: "json" or "md" for the results or the table, and nothing else, on stdout.
+    """
+    results, page = _made(config, run)
+    write_page(run.report / PAGE, [page])
+    if form:
+        print(json.dumps(results, indent=2) if form == "json" else markdown_table(results))
+    else:
+        print_results(results, Console())
+        if run.difficulty.exists():
+            print_difficulty(json.loads(run.difficulty.read_text()), Console())
+        print(f"results: {run.results}\ncurve:   {run.report / 'curve.png'}\npage:    {run.report / PAGE}")
+    return _code(config, results)
+
+
+def report_runs(runs: Sequence[RunDirectory], form: str = "") -> int:
+    """The report of each run, and one page of all in the first one's: side by side, compared with the first.
+
+    Returns and ``form`` as for `report_run`.
+    """
+    configs = [run.saved_config() for run in runs]
+    made = []
+    for config, run in zip(configs, runs, strict=True):
+        register(config.harness.recipes)
+        made.append(_made(config, run))
+    names = _distinct([run.root for run in runs])
+    against = [compare(runs[0], run) if place else [] for place, run in enumerate(runs)]
+    pages = [
+        replace(page, name=name, comparisons=own) for (_, page), name, own in zip(made, names, against, strict=True)
+    ]
+    for run, (_, page) in zip(runs, made, strict=True):
+        write_page(run.report / PAGE, [page])
+    write_page(runs[0].report / COMPARED, pages)
+    _show_runs(names, [results for results, _ in made], against, form)
+    if not form:
+        print(f"page:    {runs[0].report / COMPARED}")
+    return max(_code(config, results) for config, (results, _) in zip(configs, made, strict=True))
+
+
+def _made(config: Config, run: RunDirectory) -> tuple[dict[str, Any], PageRun]:
+    """Writes the run's results, table and curve; returns the results, and what the page shows of the run."""
     _log_late_results(config, run)
     metrics = read_metrics(run.root)
     results = run_results(config, run, metrics)
     learning_curve(metrics, run.report / "curve.png", results)
     write_text(run.report / "table.md", markdown_table(results))
     write_results(run.results, results)
-    print_results(results, Console())
-    if run.difficulty.exists():
-        print_difficulty(json.loads(run.difficulty.read_text()), Console())
-    print(f"results: {run.results}\ncurve:   {run.report / 'curve.png'}")
+    return results, page_run(config, run, results, metrics)
+
+
+def _code(config: Config, results: Mapping[str, Any]) -> int:
     wanted = [label for label in ("before", "after") if getattr(config.evaluation, label)]
     whole = all((results[label] or {"coverage": 0.0})["coverage"] >= 1.0 for label in wanted)
     return 0 if whole else INCOMPLETE
+
+
+def _distinct(roots: Sequence[Path]) -> list[str]:
+    """The directories' names, with those above where the names alone are not distinct."""
+    names = [root.name for root in roots]
+    return names if len(set(names)) == len(names) else [str(root) for root in roots]
+
+
+def _show_runs(
+    names: Sequence[str],
+    results: Sequence[Mapping[str, Any]],
+    against: Sequence[Sequence[tuple[str, str]]],
+    form: str,
+) -> None:
+    """The runs one after the other, then what the others do otherwise than the first."""
+    compared = {name: dict(own) for name, own in zip(names, against, strict=True) if own}
+    if form == "json":
+        print(json.dumps({"runs": dict(zip(names, results, strict=True)), "compared": compared}, indent=2))
+        return
+    for name, own in zip(names, results, strict=True):
+        if form == "md":
+            print(f"## {name}\n\n{markdown_table(own)}")
+        else:
+            Console().rule(escape(name))
+            print_results(own, Console())
+    for name, sentences in compared.items():
+        for harness, sentence in sentences.items():
+            print(f"- {name} against {names[0]}, {harness}: {sentence}")
 
 
 def run_results(config: Config, run: RunDirectory, metrics: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

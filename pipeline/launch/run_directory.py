@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
 from pipeline.config import Config, UserError
 from pipeline.records import checkpoint_order
@@ -141,10 +142,16 @@ class RunDirectory:
         return isinstance(keys, DictConfig) and {str(key) for key in keys} >= OURS
 
     def saved_config(self) -> Config:
-        """The configuration that the run was made with. Raises UserError when this is no run directory."""
+        """The configuration that the run was made with. Raises UserError when this is no run directory, or one with
+        settings that this version of Yoke does not have.
+        """
         if not self.is_ours():
             raise UserError(f"{self.root} is no run directory")
-        config = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Config), OmegaConf.load(self.config)))
+        try:
+            config = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Config), OmegaConf.load(self.config)))
+        except OmegaConfBaseException as error:
+            what = str(error).splitlines()[0]
+            raise UserError(f"{self.config} was written by another version of Yoke: {what}") from error
         assert isinstance(config, Config)
         return config
 

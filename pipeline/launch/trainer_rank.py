@@ -33,6 +33,7 @@ from pipeline.stages.evaluation import Cells, evaluation_specs
 from pipeline.stages.flow import FlowState, GroupFlow, ReadyGroup
 from pipeline.stages.update import fresh_state, open_trainer
 from pipeline.training.checkpoint import CheckpointError
+from pipeline.training.loss_weights import token_weights
 
 log = logging.getLogger("yoke.trainer")
 
@@ -256,9 +257,9 @@ class TrainerRank:
     def _update(self, batch: list[ReadyGroup], waited_s: float) -> None:
         started = time.monotonic()
         groups = [ready.group for ready in batch]
-        metrics = self.team.update(groups, self.flow.version) | (
-            group_metrics(groups, self.flow.version) if groups else {}
-        )
+        metrics = self.team.update(groups, self.flow.version)
+        if groups:
+            metrics |= group_metrics(groups, self.flow.version, token_weights(groups, self.config.algorithm))
         self.storage.glance()
         dropped = self.flow.dropped_stale
         progress = self.coordinator.finish_update(batch)

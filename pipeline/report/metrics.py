@@ -94,11 +94,17 @@ def rollout_metrics(records: Sequence[RolloutRecord]) -> dict[str, float]:
     return _known(values)
 
 
-def group_metrics(groups: Sequence[TrainGroup], version: PolicyVersion) -> dict[str, float]:
-    """Size and age of what one update trains on, and each harness's share. ``version``: the weights being updated."""
+def group_metrics(
+    groups: Sequence[TrainGroup], version: PolicyVersion, weights: Sequence[Sequence[float]]
+) -> dict[str, float]:
+    """Size and age of what one update trains on, and each harness's share. ``version``: the weights being updated;
+    ``weights``: of one trained token, [group][rollout], as the loss has them.
+    """
     rollouts = [record for group in groups for record in group.rollouts]
     ages = [version.n - record.version.n for record in rollouts]
     rows, tokens = _rows(rollouts), _tokens(rollouts)
+    loss = _loss_weights(groups, weights)
+    whole = sum(loss.values())
     values: dict[str, float | None] = {
         "sample/staleness_min": min(ages, default=None),
         "sample/staleness_mean": _mean(ages),
@@ -113,6 +119,7 @@ def group_metrics(groups: Sequence[TrainGroup], version: PolicyVersion) -> dict[
             f"{harness}/rollout_share": len(own) / len(rollouts),
             f"{harness}/row_share": _rows(own) / rows if rows else None,
             f"{harness}/token_share": _tokens(own) / tokens if tokens else None,
+            f"{harness}/loss_weight_share": loss[harness] / whole if whole else None,
             f"{harness}/rows_per_rollout": _rows(own) / len(own),
         }
     return _known(values)
@@ -263,6 +270,14 @@ def _harness_values(own: Sequence[RolloutRecord]) -> dict[str, float | None]:
         "tool_log_difference": log_difference(own),
         **{f"{outcome}_rate": _mean(float(record.outcome is outcome) for record in own) for outcome in FAILURES},
     }
+
+
+def _loss_weights(groups: Sequence[TrainGroup], weights: Sequence[Sequence[float]]) -> dict[str, float]:
+    """What all trained tokens of a harness weigh together."""
+    sums: dict[str, float] = defaultdict(float)
+    for group, own in zip(groups, weights, strict=True):
+        sums[group.harness] += sum(w * _tokens([record]) for w, record in zip(own, group.rollouts, strict=True))
+    return sums
 
 
 def _rows(records: Iterable[RolloutRecord]) -> int:

@@ -6,6 +6,7 @@ import platform
 import subprocess
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from importlib import metadata
 from pathlib import Path
 from typing import Any, TypedDict
@@ -20,7 +21,7 @@ from pipeline.report.metrics import (
     pass_rate,
     solved,
 )
-from pipeline.report.statistics import Cell, Difference, mcnemar, paired_bootstrap, wilson
+from pipeline.report.statistics import Cell, Difference, Savings, mcnemar, paired_bootstrap, savings, wilson
 from pipeline.report.store import write_json
 
 SCHEMA = 1
@@ -118,6 +119,12 @@ def difference(before: Sequence[RolloutRecord], after: Sequence[RolloutRecord], 
     return paired_bootstrap(_cells(before), _cells(after), seed)
 
 
+def matched_savings(before: Sequence[RolloutRecord], after: Sequence[RolloutRecord]) -> Savings:
+    """Tool calls saved over the rollouts (same task, harness and index) that both evaluations solved."""
+    shared = [pair for pair in _shared(before, after) if all(map(solved, pair))]
+    return savings((old.verdict.tool_calls, new.verdict.tool_calls) for old, new in shared)
+
+
 def versions(harness: Mapping[str, str]) -> dict[str, Any]:
     """What the figures depend on: harnesses, Python and the libraries that sample and train."""
     return {
@@ -172,12 +179,14 @@ def _difference_figures(
     found = difference(before, after, seed)
     if found is None:
         return None
+    saved = matched_savings(before, after)
     return {
         "pass@1": found.diff,
         "interval": [found.lo, found.hi],
         "pairs": found.pairs,
         "mcnemar_p": mcnemar(*_paired(before, after)),
         "sentence": found.sentence(),
+        "savings": asdict(saved) | {"sentence": saved.sentence()},
     }
 
 
@@ -189,14 +198,20 @@ def _cells(records: Sequence[RolloutRecord]) -> dict[Cell, list[float]]:
 
 
 def _paired(before: Sequence[RolloutRecord], after: Sequence[RolloutRecord]) -> tuple[list[bool], list[bool]]:
-    """Outcomes of the rollouts that have the same task, harness and index on both sides."""
+    shared = _shared(before, after)
+    return [solved(old) for old, _ in shared], [solved(new) for _, new in shared]
 
-    def table(records: Sequence[RolloutRecord]) -> dict[tuple[str, str, int], bool]:
-        return {(record.task_id, record.harness, record.index): solved(record) for record in graded(records)}
+
+def _shared(
+    before: Sequence[RolloutRecord], after: Sequence[RolloutRecord]
+) -> list[tuple[RolloutRecord, RolloutRecord]]:
+    """The graded rollouts that have the same task, harness and index on both sides."""
+
+    def table(records: Sequence[RolloutRecord]) -> dict[tuple[str, str, int], RolloutRecord]:
+        return {(record.task_id, record.harness, record.index): record for record in graded(records)}
 
     old, new = table(before), table(after)
-    shared = [key for key in old if key in new]
-    return [old[key] for key in shared], [new[key] for key in shared]
+    return [(old[key], new[key]) for key in old if key in new]
 
 
 def _wall(phases: Mapping[str, float]) -> dict[str, float]:

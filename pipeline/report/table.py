@@ -43,6 +43,16 @@ def closing_sentence(results: Results) -> str:
     return text + (" Provisional: some rollouts are ungraded." if results["provisional"] else "")
 
 
+def comparison_sentences(results: Results) -> Iterator[tuple[str, str]]:
+    """(harness, what changed in it: pass@1, then tool calls), and all harnesses together where there are several."""
+    change = results["difference"]
+    parts = dict(change["harnesses"]) if change else {}
+    if len(parts) > 1:
+        parts[ALL] = change
+    for name, part in parts.items():
+        yield name, f"{part['sentence']}; {part['savings']['sentence']}."
+
+
 def _log_sentence(side: Results | None) -> str:
     """How often a harness's own log contradicts the trace, for those that have one."""
     shares = {name: own["tool_log_difference"] for name, own in (side or {"harnesses": {}})["harnesses"].items()}
@@ -64,6 +74,7 @@ def rich_table(results: Results) -> Table:
 def markdown_table(results: Results) -> str:
     """The tables and the sentence as Markdown."""
     text = f"{_markdown(HEADINGS, table_rows(results), 1)}\n\n{closing_sentence(results)}\n"
+    text += "".join(f"\n- {name}: {sentence}" for name, sentence in comparison_sentences(results)).rstrip() + "\n"
     if not results["checkpoints"]:
         return text
     return f"{text}\n{_markdown(CHECKPOINT_HEADINGS, checkpoint_rows(results), 2)}\n"

@@ -1,4 +1,7 @@
-"""The weights of a run that can be served: the base model, exports in models/, checkpoints that are not pruned yet."""
+"""The weights of a run that can be served: the base model, exports in models/, checkpoints that are not pruned yet.
+
+The training room takes seconds to import, so it is imported only where it is needed.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,6 @@ import re
 from pathlib import Path
 
 from pipeline.config import Config, UserError
-from pipeline.training import checkpoint
 
 BASE, NEWEST, ALL = "base", "newest", "all"
 _NAME = re.compile(r"(?:\d+-)?\d+-update-(\d+)")
@@ -20,12 +22,16 @@ def update_of(name: str) -> int | None:
 
 def exported(models: Path) -> list[str]:
     """The whole exports under ``models``, oldest first."""
+    from pipeline.training import checkpoint
+
     found = sorted(models.iterdir()) if models.is_dir() else []
     return [path.name for path in found if _NAME.fullmatch(path.name) and checkpoint.is_complete(path)]
 
 
 def kept(checkpoints: Path, models: Path) -> list[str]:
     """Names of the exports and of the checkpoints, oldest first."""
+    from pipeline.training import checkpoint
+
     return sorted({*exported(models), *(path.name for path in checkpoint.checkpoints(checkpoints))})
 
 
@@ -46,9 +52,11 @@ def model_dir(config: Config, checkpoints: Path, models: Path, name: str) -> Pat
     """Where an engine can load the weights ``name`` from, exported just now if need be. Raises CheckpointError."""
     if name == BASE:
         return Path(config.model.path)
+    from pipeline.training import checkpoint
+
     place = models / name
     if not checkpoint.is_complete(place):
-        from pipeline.training.export import export_checkpoint  # torch and DeepSpeed take seconds
+        from pipeline.training.export import export_checkpoint
 
         export_checkpoint(config.model.path, checkpoints / name, place, config.model.dtype)
     return place

@@ -62,7 +62,7 @@ def test_a_report_needs_no_word_of_where_the_recipes_are(config: Config, monkeyp
     run = RunDirectory(Path(config.run_dir))
     run.new_attempt()
     run.save_config(config)
-    monkeypatch.setattr(jobs, "_report", lambda config, run: base.get_harness("mine").version == "1.6.0")
+    monkeypatch.setattr(jobs, "_report", lambda config, run, form: base.get_harness("mine").version == "1.6.0")
     assert jobs.report(compose_config([f"run_dir={config.run_dir}"]))
 
 

@@ -55,7 +55,7 @@ def test_partial_credit_is_no_pass(rollout: Make) -> None:
 def test_group_metrics_by_hand(rollout: Make) -> None:
     pi = TrainGroup("g1", "pi", (rollout(rows=(5, 5), version=3), rollout(rows=(10,), version=5)), (0.5, -0.5))
     codex = TrainGroup("g2", "codex", (rollout(harness="codex", rows=(60, 10, 10), version=4),), (0.0,))
-    values = group_metrics([pi, codex], PolicyVersion(1, 5))
+    values = group_metrics([pi, codex], PolicyVersion(1, 5), [[0.03, 0.01], [0.005]])
     assert values["sample/staleness_mean"] == pytest.approx(1.0)
     assert (values["sample/staleness_min"], values["sample/staleness_max"]) == (0.0, 2.0)
     assert values["batch/groups_per_step"] == 2
@@ -64,6 +64,8 @@ def test_group_metrics_by_hand(rollout: Make) -> None:
     assert values["batch/trained_tokens_per_step"] == 100
     assert values["pi/rollout_share"] == pytest.approx(2 / 3)
     assert (values["pi/row_share"], values["pi/token_share"]) == (0.5, 0.2)
+    # 0.03 · 10 + 0.01 · 10 against 0.005 · 80
+    assert values["pi/loss_weight_share"] == values["codex/loss_weight_share"] == pytest.approx(0.5)
     assert (values["codex/rows_per_rollout"], values["pi/rows_per_rollout"]) == (3.0, 1.5)
 
 

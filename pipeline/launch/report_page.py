@@ -1,0 +1,180 @@
+"""What the report's page shows of a run, from its directory: how groups and rollouts ended, and some rollouts whole."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from pipeline.config import Config, UserError
+from pipeline.launch.evaluation import records
+from pipeline.launch.run_directory import RunDirectory
+from pipeline.records import RolloutRecord
+from pipeline.report.page import PageRun
+from pipeline.report.results import difference, matched_savings
+from pipeline.report.rollout_view import ModelVocabulary, NoVocabulary, Vocabulary, view
+from pipeline.report.store import read_figures, read_group, read_jsonl
+from pipeline.report.table import ALL
+from pipeline.stages.advantage import RewardFunction, advantages, configured_reward, graded_rewards, overlong, score
+
+SAMPLE = 24  # rollouts a run that the viewer holds
+CAUSES = 8
+LONG = 160  # characters of a cause
+ENDINGS = ("trained", "skipped", "abandoned")
+VERSIONS = ("yoke", "vllm", "torch", "deepspeed", "transformers", "python")
+
+log = logging.getLogger("yoke.report")
+
+
+def page_run(
+    config: Config, run: RunDirectory, results: Mapping[str, Any], metrics: Sequence[Mapping[str, Any]], name: str = ""
+) -> PageRun:
+    """Everything of one run. ``name``: as the page calls it, by default that of its directory."""
+    groups = TrainedGroups(config, run)
+    outcomes: dict[str, Counter[str]] = defaultdict(Counter)
+    causes: Counter[tuple[str, str]] = Counter()
+    for _, record in groups.figures:
+        outcomes[record.harness][record.outcome.value] += 1
+        if cause := str(record.info.get("cause", "")):
+            causes[record.harness, cause[:LONG]] += 1
+    return PageRun(
+        name=name or run.root.name,
+        facts=_facts(config, run, results),
+        results=results,
+        metrics=metrics,
+        outcomes=dict(sorted(outcomes.items())),
+        causes=[(harness, cause, count) for (harness, cause), count in causes.most_common(CAUSES)],
+        groups=Counter(entry["what"] for entry in groups.endings.values()),
+        rollouts=list(groups.views()),
+        kept=len(groups.figures),
+    )
+
+
+def compare(first: RunDirectory, other: RunDirectory) -> list[tuple[str, str]]:
+    """What ``other`` does otherwise than ``first`` after training: (harness, sentence), all harnesses last."""
+    old, new = records(first, "after"), records(other, "after")
+    names = sorted({record.harness for record in old} & {record.harness for record in new})
+    parts = [(name, _of(old, name), _of(new, name)) for name in names]
+    if len(names) > 1:
+        parts.append((ALL, old, new))
+    found = ((name, difference(a, b), matched_savings(a, b)) for name, a, b in parts)
+    return [(name, f"{change.sentence()}; {saved.sentence()}.") for name, change, saved in found if change]
+
+
+def _of(evaluated: Sequence[RolloutRecord], harness: str) -> list[RolloutRecord]:
+    return [record for record in evaluated if record.harness == harness]
+
+
+@dataclass(frozen=True)
+class TrainedGroups:
+    """The groups that a run has kept. Of a group that several attempts rolled out, the newest counts."""
+
+    config: Config
+    run: RunDirectory
+
+    @cached_property
+    def figures(self) -> list[tuple[Path, RolloutRecord]]:
+        """Every kept rollout without its rows, in the order of the schedule, with the file that holds it."""
+        files: dict[str, Path] = {}
+        for number in self.run.attempt_numbers():
+            files |= {path.name: path for path in self.run.attempt(number).groups.glob("*.parquet")}
+        return [(files[name], record) for name in sorted(files) for record in read_figures(files[name])]
+
+    @cached_property
+    def endings(self) -> dict[str, Mapping[str, Any]]:
+        """Group → the ledger's last word on its end."""
+        ledgers = [read_jsonl(self.run.attempt(number).ledger) for number in self.run.attempt_numbers()]
+        return {entry["group"]: entry for ledger in ledgers for entry in ledger if entry["what"] in ENDINGS}
+
+    def views(self) -> Iterator[dict[str, Any]]:
+        """A sample of the rollouts for the viewer, with rewards by the run's own function."""
+        chosen = choose(self.figures, SAMPLE)
+        reward, vocabulary = self._reward(), find_vocabulary(self.config, self.run)
+        for path in sorted({path for path, _ in chosen}):
+            wanted = {record.rollout_id for own, record in chosen if own == path}
+            group = score(read_group(path), reward)
+            for record, advantage in zip(group, advantages(group, self.config.algorithm.normalize_std), strict=True):
+                if record.rollout_id in wanted:
+                    yield view(record, vocabulary, self._reward_facts(record, group, advantage))
+
+    def _reward(self) -> RewardFunction:
+        try:
+            return configured_reward(self.config)
+        except UserError as error:
+            log.warning("the report shows no rewards of rollouts: %s", error)
+            return lambda outcome: None
+
+    def _reward_facts(
+        self, record: RolloutRecord, group: Sequence[RolloutRecord], advantage: float | None
+    ) -> list[tuple[str, str]]:
+        """Reward and its parts, and what became of them."""
+        ending = self.endings.get(record.group_id, {"what": "not ended", "reason": ""})
+        facts = [("Group", f"{record.group_id}: {ending['what']}, {ending['reason']}".rstrip(", "))]
+        if record.verdict.reward is None or advantage is None:
+            return [("Reward", "none: it does not count"), *facts]
+        mean = fmean(graded_rewards(group))
+        return [
+            ("Reward", f"{record.verdict.reward:.4f}"),
+            ("Its parts", reward_parts(record, record.verdict.reward, self.config)),
+            (
+                "Advantage",
+                f"{advantage:+.4f}; the {len(graded_rewards(group))} graded of its group have {mean:.4f} on average",
+            ),
+            *facts,
+        ]
+
+
+def reward_parts(record: RolloutRecord, reward: float, config: Config) -> str:
+    """The summands of a reward: the reward function's, the penalty for malformed calls, DAPO's overlong term."""
+    penalty = config.reward.malformed_penalty * record.malformed
+    length, cache = config.algorithm.overlong_tokens, config.algorithm.overlong_cache
+    late = overlong(record.sampled_tokens, length, cache) if length else 0.0
+    own, calls = reward + penalty - late, record.verdict.tool_calls
+    text = f"{own:.4f} by {config.reward.fn} (correctness {record.verdict.correctness:g}, {calls} tool calls)"
+    text += f" − {penalty:.4f} for {record.malformed} malformed calls" if penalty else ""
+    return text + (f" − {-late:.4f} for its length" if late else "")
+
+
+def choose(found: Sequence[tuple[Path, RolloutRecord]], size: int) -> list[tuple[Path, RolloutRecord]]:
+    """``size`` of the rollouts: one of each harness and outcome in turn, newest first."""
+    kinds: dict[tuple[str, str], list[tuple[Path, RolloutRecord]]] = defaultdict(list)
+    for path, record in found:
+        kinds[record.harness, record.outcome.value].append((path, record))
+    chosen: list[tuple[Path, RolloutRecord]] = []
+    while len(chosen) < size and any(kinds.values()):
+        chosen += [own.pop() for _, own in sorted(kinds.items()) if own]
+    return chosen[:size]
+
+
+def find_vocabulary(config: Config, run: RunDirectory) -> Vocabulary:
+    """The run's tokenizer; ids alone if there is none on this machine."""
+    places = [Path(config.model.path), *sorted(run.attempts.glob("*/model"), reverse=True), *run.models.glob("*")]
+    for place in places:
+        if (place / "tokenizer.json").exists():
+            return ModelVocabulary(place / "tokenizer.json")
+    log.warning("no tokenizer.json in %s nor in the run: the report shows token ids instead of text", config.model.path)
+    return NoVocabulary()
+
+
+def _facts(config: Config, run: RunDirectory, results: Mapping[str, Any]) -> list[tuple[str, str]]:
+    algorithm, versions = config.algorithm, results["versions"]
+    harness = ", ".join(f"{name} {version}" for name, version in versions["harness"].items())
+    return [
+        ("Directory", str(run.root)),
+        ("Model", config.model.path),
+        ("Harnesses", harness),
+        ("Training", f"{results['updates']} of {config.training.updates} updates, {results['rollouts']:,} rollouts"),
+        (
+            "An update",
+            f"{algorithm.groups_per_update} groups of {algorithm.group_size}, loss by {algorithm.aggregation}",
+        ),
+        ("Seed", str(results["seed"])),
+        ("Wall time", f"{results['wall_s']['total'] / 60:.1f} minutes"),
+        ("Software", ", ".join(f"{name} {versions[name]}" for name in VERSIONS if versions[name])),
+        ("Commit", str(results["git_commit"] or "not known")),
+    ]
