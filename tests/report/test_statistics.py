@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from scipy import optimize, stats
 
-from pipeline.report.statistics import Cell, Difference, mcnemar, paired_bootstrap, wilson
+from pipeline.report.statistics import Cell, Difference, Savings, mcnemar, paired_bootstrap, savings, trend, wilson
 
 
 @given(st.integers(1, 500).flatmap(lambda n: st.tuples(st.integers(0, n), st.just(n))))
@@ -115,3 +116,107 @@ def test_the_sentence() -> None:
     sentence = Difference(0.32, 0.2411, 0.3989, 200).sentence()
     assert sentence == "+32.0 points, 95% interval 24.1 to 39.9, n = 200 pairs"
     assert Difference(-0.05, -0.1, 0.0, 8).sentence().startswith("-5.0 points, 95% interval -10.0 to 0.0")
+
+
+@pytest.mark.parametrize(
+    ("k", "n", "interval"),
+    [(81, 263, (0.2553, 0.3662)), (15, 148, (0.0624, 0.1605)), (0, 20, (0.0, 0.1611)), (1, 29, (0.0061, 0.1718))],
+)
+def test_wilson_gives_newcombes_table(k: int, n: int, interval: tuple[float, float]) -> None:
+    """The four examples of Newcombe (1998), method 3."""
+    assert wilson(k, n) == pytest.approx(interval, abs=5e-5)
+
+
+def test_mcnemar_on_known_data() -> None:
+    """Agresti's table of approval (Categorical Data Analysis, 10.1): 150 against 86 changed their minds, z² = 17.36."""
+    pairs = [(True, True)] * 794 + [(True, False)] * 150 + [(False, True)] * 86 + [(False, False)] * 570
+    p = mcnemar(*zip(*pairs, strict=True))
+    assert p == pytest.approx(2 * stats.binom.cdf(86, 236, 0.5))
+    assert p == pytest.approx(stats.chi2.sf(17.36, 1), rel=0.5)
+
+
+def test_the_bootstrap_agrees_with_scipys_interval_of_a_mean() -> None:
+    before, after = simulated(400, ["a"], 0.3)
+    change = [np.mean(after[cell]) - np.mean(before[cell]) for cell in before]
+    interval = stats.ttest_1samp(change, 0.0).confidence_interval(0.95)
+    found = paired_bootstrap(before, after)
+    assert found is not None
+    assert (found.lo, found.hi) == pytest.approx((interval.low, interval.high), abs=0.004)
+
+
+HARNESS_EFFECTS = {"opencode": 0.20, "claude-code": 0.12, "codex": 0.14, "mini-swe-agent": 0.02}  # mean 0.12
+
+
+def cohort(seed: int) -> tuple[dict[Cell, list[float]], dict[Cell, list[float]]]:
+    """250 tasks in four harnesses, once before and once after training that adds HARNESS_EFFECTS to every task."""
+    rng = np.random.default_rng(seed)
+    before: dict[Cell, list[float]] = {}
+    after: dict[Cell, list[float]] = {}
+    for task in range(250):
+        ease = 0.8 * rng.beta(1.0, 1.0)
+        for harness, effect in HARNESS_EFFECTS.items():
+            before[f"t{task}", harness] = [float(rng.random() < ease)]
+            after[f"t{task}", harness] = [float(rng.random() < ease + effect)]
+    return before, after
+
+
+def test_a_cohort_with_a_known_effect() -> None:
+    found = [paired_bootstrap(*cohort(seed), seed=seed, resamples=500) for seed in range(40)]
+    covered = sum(change.lo <= 0.12 <= change.hi for change in found if change is not None)
+    assert covered >= 34, "of 40 intervals of 95%, fewer than 34 hold the truth once in 1,500 times"
+    assert np.mean([change.diff for change in found if change is not None]) == pytest.approx(0.12, abs=0.01)
+    assert found[0] is not None and found[0].sentence().endswith("n = 1,000 pairs")
+
+
+def test_savings_by_hand() -> None:
+    assert savings([(10, 5), (4, 3), (6, 6)]) == Savings(pytest.approx(30.0), 20, 14, 3)
+    assert savings([(10, 12)]).percent == pytest.approx(-20.0)
+    assert savings([]).percent is None and savings([(0, 3)]).percent is None
+
+
+def test_savings_weigh_pairs_by_their_calls() -> None:
+    """The formula is a ratio of sums, not a mean of ratios: a pair with many calls counts more."""
+    assert savings([(100, 50), (2, 2)]).percent == pytest.approx(100 * 50 / 102)
+
+
+def test_savings_as_a_sentence() -> None:
+    said = savings([(8000, 5500), (120, 95)]).sentence()
+    assert said == "31.1% fewer tool calls (8,120 → 5,595) where both solved the task, n = 2"
+    assert savings([(10, 11)]).sentence().startswith("10.0% more tool calls (10 → 11)")
+    assert savings([]).sentence() == "tool calls saved: not known, n = 0 rollouts solved by both"
+
+
+def test_the_trend_is_scipys_weighted_line() -> None:
+    updates, passed, n = [0, 100, 200, 300, 400], [84, 100, 118, 117, 134], [250, 250, 248, 250, 250]
+    found = trend(updates, passed, n)
+    assert found is not None
+    smooth = (np.array(passed) + 2) / (np.array(n) + 4)
+    sigma = np.sqrt(smooth * (1 - smooth) / np.array(n))
+    rates = np.array(passed) / np.array(n)
+    line, covariance = optimize.curve_fit(
+        lambda x, a, b: a + b * x, np.array(updates, float), rates, sigma=sigma, absolute_sigma=True
+    )
+    half = 1.959964 * math.sqrt(covariance[1, 1])
+    assert (found.slope, found.lo, found.hi) == pytest.approx((line[1], line[1] - half, line[1] + half), rel=1e-4)
+    at_200 = 1.959964 * math.sqrt(np.array([1, 200]) @ covariance @ np.array([1, 200]))
+    middle = line[0] + 200 * line[1]
+    assert found.band[2] == pytest.approx((middle - at_200, middle, middle + at_200), rel=1e-4)
+
+
+def test_the_trends_interval_holds_the_true_slope_about_as_often_as_it_says() -> None:
+    rng, covered = np.random.default_rng(2), 0
+    updates = list(range(0, 700, 100))
+    for _ in range(300):
+        passed = [int(rng.binomial(200, 0.35 + 0.0003 * update)) for update in updates]
+        found = trend(updates, passed, [200] * len(updates))
+        assert found is not None
+        covered += found.lo <= 0.0003 <= found.hi
+    assert 0.91 <= covered / 300 <= 0.985
+
+
+def test_a_trend_needs_three_points() -> None:
+    assert trend([0, 5], [3, 4], [10, 10]) is None
+    assert trend([5, 5, 5], [3, 4, 5], [10, 10, 10]) is None
+    flat = trend([0, 5, 10], [0, 0, 0], [10, 10, 10])
+    assert flat is not None and flat.slope == 0.0 and flat.lo < 0.0 < flat.hi, "nothing solved is still uncertain"
+    assert flat.sentence().endswith("over 3 evaluations")

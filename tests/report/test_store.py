@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 
 from pipeline.config import UserError
 from pipeline.records import ROLLOUT_SCHEMA, Outcome, PolicyVersion, RolloutRecord, Row, Verdict
-from pipeline.report.store import append_jsonl, publish, read_group, read_jsonl, write_group, write_json
+from pipeline.report.store import append_jsonl, publish, read_figures, read_group, read_jsonl, write_group, write_json
 
 
 def make_row(length: int, seed: int) -> Row:
@@ -131,3 +132,13 @@ def test_numbers_that_json_lacks_are_refused_before_anything_is_written(tmp_path
     with pytest.raises(ValueError, match="not JSON compliant"):
         append_jsonl(tmp_path / "ledger.jsonl", {"n": float("nan")})
     assert not (tmp_path / "ledger.jsonl").exists()
+
+
+def test_figures_are_the_same_without_the_rows(tmp_path: Path) -> None:
+    path = tmp_path / "g.parquet"
+    write_group(path, [make_rollout(0, [5, 7]), make_rollout(1, [], None)])
+    whole = read_group(path)
+    assert [replace(record, rows=()) for record in whole] == list(read_figures(path))
+    path.write_bytes(b"no parquet")
+    with pytest.raises(UserError, match=r"g\.parquet"):
+        read_figures(path)
