@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -52,6 +53,7 @@ def page_run(
         groups=Counter(entry["what"] for entry in groups.endings.values()),
         rollouts=list(groups.views()),
         kept=len(groups.figures),
+        difficulty=json.loads(run.difficulty.read_text()) if run.difficulty.exists() else None,
     )
 
 
@@ -162,19 +164,20 @@ def find_vocabulary(config: Config, run: RunDirectory) -> Vocabulary:
 
 
 def _facts(config: Config, run: RunDirectory, results: Mapping[str, Any]) -> list[tuple[str, str]]:
-    algorithm, versions = config.algorithm, results["versions"]
+    algorithm, versions, done = config.algorithm, results["versions"], run.done
     harness = ", ".join(f"{name} {version}" for name, version in versions["harness"].items())
     return [
         ("Directory", str(run.root)),
         ("Model", config.model.path),
         ("Harnesses", harness),
-        ("Training", f"{results['updates']} of {config.training.updates} updates, {results['rollouts']:,} rollouts"),
+        ("Training", f"{results['updates']} of {config.training.updates} updates"),
+        ("Rollouts", f"{results['rollouts']:,} trained or skipped" if done else "not known before the end of training"),
         (
             "An update",
             f"{algorithm.groups_per_update} groups of {algorithm.group_size}, loss by {algorithm.aggregation}",
         ),
         ("Seed", str(results["seed"])),
-        ("Wall time", f"{results['wall_s']['total'] / 60:.1f} minutes"),
+        ("Wall time", f"{results['wall_s']['total'] / 60:.1f} minutes" if done else "not known before the end"),
         ("Software", ", ".join(f"{name} {versions[name]}" for name in VERSIONS if versions[name])),
         ("Commit", str(results["git_commit"] or "not known")),
     ]

@@ -21,10 +21,15 @@ def print_difficulty(found: Figures, console: Console) -> None:
     table = Table(title="Training tasks", title_justify="left", box=SIMPLE_HEAD)
     for number, heading in enumerate(HEADINGS):
         table.add_column(heading, justify="right" if number else "left")
-    for harness, own in found["harnesses"].items():
-        table.add_row(harness, *_row(own))
+    for cells in rows(found):
+        table.add_row(*cells)
     console.print(table)
     console.print(sentence(found), highlight=False)
+
+
+def rows(found: Figures) -> list[tuple[str, ...]]:
+    """The cells under HEADINGS, a row a harness."""
+    return [(harness, *_row(own)) for harness, own in found["harnesses"].items()]
 
 
 def sentence(found: Figures) -> str:

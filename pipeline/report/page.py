@@ -13,6 +13,7 @@ from pathlib import Path
 from string import Template
 from typing import Any
 
+from pipeline.report import difficulty_table
 from pipeline.report.curves import learning_charts, staleness_charts, throughput_charts, trend_charts
 from pipeline.report.shares import SHARES, harness_shares
 from pipeline.report.store import write_text
@@ -28,7 +29,8 @@ class PageRun:
     """What the page shows of one run.
 
     ``outcomes[harness][outcome]`` and ``causes`` (harness, cause, how often) count all kept training rollouts;
-    ``rollouts`` are the views of a sample of ``kept`` ones; ``comparisons`` are sentences against the first run.
+    ``rollouts`` are the views of a sample of ``kept`` ones; ``comparisons`` are sentences against the first run;
+    ``difficulty`` is what difficulty.json holds, None without one.
     """
 
     name: str
@@ -41,6 +43,7 @@ class PageRun:
     rollouts: Sequence[Mapping[str, Any]]
     kept: int
     comparisons: Sequence[tuple[str, str]] = ()
+    difficulty: Mapping[str, Any] | None = None
 
 
 def write_page(path: Path, runs: Sequence[PageRun]) -> None:
@@ -184,6 +187,13 @@ def _count(count: int, whole: int) -> str:
     return f"{count:,}\n({100 * count / whole:.1f}%)" if count else "0"
 
 
+def _difficulty(run: PageRun, _: _Book) -> str:
+    if run.difficulty is None or not run.difficulty["tasks"]:
+        return ""
+    shown = table("Training tasks, by harness", difficulty_table.HEADINGS, difficulty_table.rows(run.difficulty))
+    return f"{shown}<p>{escape(difficulty_table.sentence(run.difficulty))}</p>"
+
+
 def _viewer(runs: Sequence[PageRun], _: _Book) -> str:
     shown = sum(len(run.rollouts) for run in runs)
     if not shown:
@@ -207,6 +217,7 @@ SECTIONS: tuple[tuple[str, str, Callable[[Sequence[PageRun], _Book], str]], ...]
     ("shares", "Shares by harness", _panels(_shares)),
     ("pace", "Staleness and throughput", _panels(_pace)),
     ("failures", "How rollouts ended", _panels(_failures)),
+    ("difficulty", "How hard the tasks were", _panels(_difficulty)),
     ("rollouts", "Rollouts", _viewer),
 )
 

@@ -16,6 +16,8 @@ from pipeline.report.rollout_view import view
 EVIL = "</script><script>document.title='owned'</script><img src=x onerror=alert(1)>"
 HARNESSES = ("mini-swe-agent", "pi")
 
+HARD = {"pass_rate": 0.25, "mean_reward": 0.3, "groups": 4, "no_contrast": 1, "abandoned": 0}
+
 
 class EvilVocabulary:
     """Every token spells HTML."""
@@ -104,4 +106,9 @@ def page_run(name: str = "one", updates: int = 12) -> PageRun:
         ],
         kept=83,
         comparisons=[("pi", EVIL)],
+        difficulty={
+            "update": 12,
+            "tasks": {EVIL: {"pass_rate": 0.0}, "t": {"pass_rate": 0.5}},
+            "harnesses": {EVIL: HARD},
+        },
     )

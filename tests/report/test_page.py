@@ -17,7 +17,7 @@ from pipeline.report.page import PageRun, embedded, page, write_page
 VOID = {"meta", "link", "br", "img"}
 HEADINGS = [
     *("The run", "Before and after", "Training curves", "Checkpoints", "Shares by harness"),
-    *("Staleness and throughput", "How rollouts ended", "Rollouts"),
+    *("Staleness and throughput", "How rollouts ended", "How hard the tasks were", "Rollouts"),
 ]
 
 
@@ -90,7 +90,7 @@ def test_tables_name_their_rows_and_columns() -> None:
     found = outline(page([page_run()]))
     heads = [attributes.get("scope") for tag, attributes in found.seen if tag == "th"]
     assert heads and set(heads) == {"row", "col"}
-    assert [tag for tag, _ in found.seen].count("caption") == [tag for tag, _ in found.seen].count("table") == 3
+    assert [tag for tag, _ in found.seen].count("caption") == [tag for tag, _ in found.seen].count("table") == 4
 
 
 def test_figures_and_sentences() -> None:
@@ -101,6 +101,7 @@ def test_figures_and_sentences() -> None:
     assert (
         "all: +30.0 points" in text and "25.0% fewer tool calls (40 → 30) where both solved the task, n = 10." in text
     )
+    assert "Of 2 training tasks up to update 12, no rollout solved 1" in text
     assert "3 of 83 kept rollouts are on this page" in text
     assert "points per 100 updates" in text and "over 3 evaluations" in text
     assert '50.0%<span class="share" style="--w:50.0%">' in text
