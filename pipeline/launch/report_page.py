@@ -137,7 +137,7 @@ def reward_parts(record: RolloutRecord, reward: float, config: Config) -> str:
     length, cache = config.algorithm.overlong_tokens, config.algorithm.overlong_cache
     late = overlong(record.sampled_tokens, length, cache) if length else 0.0
     own, calls = reward + penalty - late, record.verdict.tool_calls
-    text = f"{own:.4f} by {config.reward.fn} (correctness {record.verdict.correctness:g}, {calls} tool calls)"
+    text = f"{own:.4f} by {config.reward.fn} (correctness {record.verdict.correctness:g}, tool calls {calls})"
     text += f" − {penalty:.4f} for {record.malformed} malformed calls" if penalty else ""
     return text + (f" − {-late:.4f} for its length" if late else "")
 
