@@ -87,7 +87,7 @@ def test_the_page_shows_rewards_advantages_and_what_became_of_the_group(config: 
     solved, _ = (own for own in data["rollouts"] if own["outcome"] == "solved")
     facts = dict(solved["facts"])
     assert (solved["reward"], facts["Reward"]) == ("1.075", "1.0750")
-    assert facts["Its parts"].startswith("1.0750 by pipeline.stages.advantage:default_reward (correctness 1, tool calls 5")
+    assert facts["Its parts"].startswith("1.0750 by pipeline.stages.advantage:default_reward (correctness 1, tool ca")
     assert facts["Advantage"] == "+0.5375; the 4 graded of its group have 0.5375 on average"
     assert facts["Group"] == "g000000: trained, update 0"
     assert solved["calls"][0]["ids"] == [2, 3] and solved["calls"][0]["logprobs"] == [-1.0, -2.0]
