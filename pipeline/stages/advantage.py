@@ -109,7 +109,10 @@ def _scored(record: RolloutRecord, reward: RewardFunction) -> RolloutRecord:
 
 
 def advantages(group: Sequence[RolloutRecord], normalize_std: bool = False) -> list[float | None]:
-    """One advantage a rollout, in order: reward minus the mean over the graded ones; None where the reward is None."""
+    """One advantage a rollout, in order: reward minus the mean over the graded ones; None where the reward is None.
+
+    ``normalize_std`` divides by their population deviation plus STD_EPSILON.
+    """
     rewards = graded_rewards(group)
     if not rewards:
         return [None] * len(group)
@@ -128,7 +131,7 @@ def enough_graded(records: Sequence[RolloutRecord], size: int) -> bool:
     return len(graded_rewards(records)) >= max(2, size / 2)
 
 
-def has_contrast(records: Sequence[RolloutRecord]) -> bool:
+def rewards_differ(records: Sequence[RolloutRecord]) -> bool:
     """Whether the graded rewards differ; without that every advantage is zero."""
     rewards = graded_rewards(records)
     return bool(rewards) and max(rewards) - min(rewards) > CONTRAST
@@ -136,7 +139,7 @@ def has_contrast(records: Sequence[RolloutRecord]) -> bool:
 
 def to_train_group(records: Sequence[RolloutRecord], size: int, normalize_std: bool = False) -> TrainGroup | None:
     """The graded rollouts of a closed group and their advantages; None if too few are graded or all score the same."""
-    if not enough_graded(records, size) or not has_contrast(records):
+    if not enough_graded(records, size) or not rewards_differ(records):
         return None
     values = advantages(records, normalize_std)
     kept = [(record, value) for record, value in zip(records, values, strict=True) if value is not None]

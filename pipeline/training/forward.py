@@ -52,7 +52,7 @@ class PolicyModel(nn.Module):
         _disable_dropout(model)
         if gradient_checkpointing:
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-        self.train(gradient_checkpointing)
+        self.train(gradient_checkpointing)  # transformers recomputes activations in training mode only
 
     def forward(self, batch: MicroBatch) -> tuple[Float[Tensor, "tokens"], Float[Tensor, "tokens"]]:
         """Logprobs (with gradient) and entropies (without), at least float32, in the order of ``batch.behaviour``."""

@@ -13,7 +13,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-LOG_RATIO_LIMIT = 20.0  # exp() stays finite in float32; a token this far off the behaviour policy is clipped anyway
+LOG_RATIO_LIMIT = 20.0  # exp() stays finite in float32, and a token this far off has no gradient
 NO_VALUE = float("-inf")  # the maximum over nothing
 
 

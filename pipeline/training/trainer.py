@@ -220,7 +220,7 @@ class Trainer:
                 root.mkdir(parents=True, exist_ok=True)
                 target = root / checkpoint.next_name(root, self.updates, attempt)
             except OSError as error:
-                cause = str(error)
+                cause = _text(error)
         return distributed.from_rank_zero((checkpoint.partial_path(target), target, cause))
 
     def _write(self, partial: Path, state: dict[str, Any]) -> str | None:
@@ -401,5 +401,5 @@ def _publish(partial: Path, target: Path, fence: Callable[[], None]) -> str | No
     try:
         checkpoint.publish(partial, target, fence)
     except OSError as error:
-        return str(error)
+        return _text(error)
     return None

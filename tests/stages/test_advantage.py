@@ -21,10 +21,10 @@ from pipeline.stages.advantage import (
     configured_reward,
     default_reward,
     enough_graded,
-    has_contrast,
     load_reward,
     overlong,
     reward_failures,
+    rewards_differ,
     score,
     to_train_group,
 )
@@ -122,7 +122,9 @@ def test_the_overlong_term_is_part_of_the_configured_reward() -> None:
     assert shaped(long) == pytest.approx(-0.5) and shaped(replace(long, sampled_tokens=100)) == 0.0
     assert shaped(replace(long, verdict=replace(long.verdict, correctness=None))) is None
     same = [replace(long, index=0), replace(long, index=1, sampled_tokens=1)]
-    assert has_contrast(score(same, shaped)) and not has_contrast(score(same, configured_reward(compose_config(base))))
+    assert rewards_differ(score(same, shaped)) and not rewards_differ(
+        score(same, configured_reward(compose_config(base)))
+    )
 
 
 def test_ungraded_rollouts_never_reach_the_users_function(user_module: Callable[..., str]) -> None:
@@ -256,11 +258,11 @@ def test_half_a_group_and_never_one_alone(graded: int, size: int, enough: bool) 
 
 
 def test_contrast_is_a_difference_between_graded_rewards() -> None:
-    assert has_contrast(group(1.0, 0.0, None))
-    assert has_contrast(group(1.1, 1.05))
-    assert not has_contrast(group(1.0, 1.0, None))
-    assert not has_contrast(group(None, None))
-    assert not has_contrast(group(1.05, 1.0 + 0.1 * 15.0 / 30.0))
+    assert rewards_differ(group(1.0, 0.0, None))
+    assert rewards_differ(group(1.1, 1.05))
+    assert not rewards_differ(group(1.0, 1.0, None))
+    assert not rewards_differ(group(None, None))
+    assert not rewards_differ(group(1.05, 1.0 + 0.1 * 15.0 / 30.0))
 
 
 def test_a_train_group_holds_graded_rollouts_with_their_advantages() -> None:
