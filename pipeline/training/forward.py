@@ -10,20 +10,18 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
 from pipeline.config import UserError
 from pipeline.training import attention
 from pipeline.training.batch import MicroBatch
+from pipeline.training.head import replace_head
 
 logger = logging.getLogger(__name__)
 
-LOGIT_CHUNK = 4 * 1024 * 1024  # float32 logits held at once: 16 MiB, so a long row fits whatever the vocabulary
 LOGIT_CHANGERS = ("final_logit_softcapping", "logits_scaling", "logit_scale", "logits_scale")
 
 
@@ -49,6 +47,7 @@ class PolicyModel(nn.Module):
                 "%s has layers other than full attention: rows run padded side by side, not packed, no prefix shared",
                 model.config.model_type,
             )
+        replace_head(model)
         _disable_dropout(model)
         if gradient_checkpointing:
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
@@ -58,24 +57,9 @@ class PolicyModel(nn.Module):
         """Logprobs (with gradient) and entropies (without), at least float32, in the order of ``batch.behaviour``."""
         packing = {} if batch.calls is None else {"position_ids": batch.position_ids, "calls": batch.calls}
         hidden = self.model.base_model(batch.input_ids, use_cache=False, **packing).last_hidden_state
-        return self._logprobs(hidden.flatten(0, 1)[batch.predictors], batch.targets)
-
-    def _logprobs(self, hidden: Float[Tensor, "tokens width"], targets: Int[Tensor, "tokens"]) -> tuple[Tensor, Tensor]:
-        """The head and its softmax in chunks of tokens; several are computed again in the backward pass."""
-        size = max(1, LOGIT_CHUNK // self.model.config.get_text_config().vocab_size)
-        chunks = list(zip(hidden.split(size), targets.split(size), strict=True))
-        if len(chunks) == 1:
-            return self._chunk_logprobs(*chunks[0])
-        parts = [checkpoint(self._chunk_logprobs, *chunk, use_reentrant=False) for chunk in chunks]
-        return torch.cat([part[0] for part in parts]), torch.cat([part[1] for part in parts])
-
-    def _chunk_logprobs(self, hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        logits = self.model.get_output_embeddings()(hidden)
-        logits = logits.to(torch.promote_types(logits.dtype, torch.float32)) / self.temperature
-        logprobs = logits.log_softmax(-1)
-        with torch.no_grad():
-            entropy = -(logprobs.exp() * logprobs).sum(-1)
-        return logprobs.gather(-1, targets[:, None])[:, 0], entropy
+        head = self.model.get_output_embeddings()
+        logprobs, entropy = head(hidden.flatten(0, 1)[batch.predictors], batch.targets, self.temperature)
+        return logprobs, entropy
 
 
 def is_pure_attention(model: PreTrainedModel) -> bool:

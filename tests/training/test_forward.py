@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from pipeline.config import AlgorithmConfig, UserError
-from pipeline.training import forward, prefix_tree
+from pipeline.training import head, prefix_tree
 from pipeline.training.batch import RowBatch, WeightedRow, collate, make_minibatch, plan
 from pipeline.training.forward import PolicyModel
 
@@ -274,7 +274,7 @@ def test_gradient_checkpointing_changes_nothing(kind: str) -> None:
 def test_head_in_chunks_changes_nothing_and_never_holds_all_logits(monkeypatch: pytest.MonkeyPatch) -> None:
     tails = make_minibatch(random_groups(4, groups=1, prefix=2, longest=60), AlgorithmConfig(), None).rows
     rows = tuple(replace(row, row=replace(row.row, loss_mask=np.arange(len(row)) > 0)) for row in tails)
-    monkeypatch.setattr(forward, "LOGIT_CHUNK", 97 * 5)
+    monkeypatch.setattr(head, "chunk_tokens", lambda vocabulary: 5)
     policy = PolicyModel(qwen3())
     (batches,) = plan(rows, 10**6, True)
     with Largest() as largest:

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from pipeline.cli import compose_config
 from pipeline.config import AlgorithmConfig, LoraConfig, TrainingConfig, UserError
 from pipeline.records import Row, TrainGroup
-from pipeline.training import batch, deepspeed_engine, forward, lora
+from pipeline.training import batch, deepspeed_engine, head, lora
 from pipeline.training.checkpoint import CheckpointError, newest
 from pipeline.training.export import export_checkpoint
 from pipeline.training.trainer import Trainer
@@ -90,7 +90,7 @@ def test_updates_match_a_plain_peft_loop(
     models: dict[str, Path], kind: str, stage: int, budget: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Packed with shared prefixes (Qwen3) or padded (LFM2), with a head that computes three tokens at a time."""
-    monkeypatch.setattr(forward, "LOGIT_CHUNK", 3 * 97)
+    monkeypatch.setattr(head, "chunk_tokens", lambda vocabulary: 3)
     monkeypatch.setattr(deepspeed_engine, "deepspeed_config", deepspeed_engine.deepspeed_config)  # put back afterwards
     partition_all()
     groups = random_groups(0)

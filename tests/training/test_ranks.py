@@ -25,9 +25,11 @@ sys.path[:0] = {path!r}
 import torch
 from training_helpers import partition_all, random_groups, weights
 from pipeline.config import AlgorithmConfig, LoraConfig, TrainingConfig
+from pipeline.training import head
 from pipeline.training.checkpoint import CheckpointError
 from pipeline.training.trainer import Trainer
 partition_all()
+head.chunk_tokens = lambda vocabulary: 16
 out, layouts, resume = Path(sys.argv[1]), eval(sys.argv[2]), sys.argv[3] == "resume"
 
 def make(stage, offload, rank=None):
@@ -120,7 +122,7 @@ def launch(arguments: list[str], out: Path, ranks: int) -> subprocess.CompletedP
         for rank in range(ranks)
     ]
     try:
-        outputs = [process.communicate(timeout=200)[0] for process in processes]
+        outputs = [process.communicate(timeout=600)[0] for process in processes]
     finally:
         for process in processes:
             process.kill()
