@@ -121,7 +121,7 @@ class Trainer:
         before = [self._snapshot(*part) if self.algorithm.decoupled else None for part in work]
         steps = [self._step(*part, prox) for part, prox in zip(work, before, strict=True)]
         self.updates += 1
-        metrics = summarise(steps) | batch_metrics(received, minibatches)
+        metrics = summarise(steps) | batch_metrics(received, minibatches, self.policy.packs)
         if self.algorithm.decoupled:
             metrics["batch/off_policy_rollouts"] = self._off_policy_rollouts(minibatches, before)
         return metrics | {"learning_rate": rate, "perf/update_s": time.perf_counter() - started}
@@ -377,14 +377,16 @@ def summarise(steps: Sequence[Step]) -> dict[str, float]:
     return metrics | counts
 
 
-def batch_metrics(received: Sequence[TrainGroup], minibatches: Sequence[Minibatch]) -> dict[str, float]:
-    """What came in and what of it was trained."""
+def batch_metrics(received: Sequence[TrainGroup], minibatches: Sequence[Minibatch], packed: bool) -> dict[str, float]:
+    """What came in, what of it was trained, and how many rows had to be padded instead of packed."""
     groups = sum(minibatch.groups for minibatch in minibatches)
+    rows = sum(len(minibatch.rows) for minibatch in minibatches)
     return {
         "batch/groups": float(groups),
         "batch/groups_without_contrast": float(sum(not has_contrast(group) for group in received)),
         "batch/rollouts": float(sum(minibatch.rollouts for minibatch in minibatches)),
-        "batch/rows": float(sum(len(minibatch.rows) for minibatch in minibatches)),
+        "batch/rows": float(rows),
+        "batch/padded_rows": 0.0 if packed else float(rows),
     }
 
 

@@ -73,6 +73,7 @@ def test_updates_match_plain_torch(models: dict[str, Path], stage: int, offload:
     for _ in range(2):
         metrics = trainer.update(groups)
     assert metrics["grad_norm"] > 0.05, "the clip must bite for this to mean anything"
+    assert metrics["batch/padded_rows"] == 0 < metrics["batch/rows"]
     assert budget > 20 or metrics["batch/forwards_per_step"] > 2
     expected, norms = plain_update(models["qwen3"], groups, 2, 2, clip)
     assert metrics["grad_norm"] == pytest.approx(sum(norms[2:]) / 2, rel=1e-4)  # Adam alone would hide a wrong scale
@@ -83,6 +84,7 @@ def test_hybrid_model_matches_plain_torch(models: dict[str, Path]) -> None:
     groups = random_groups(1)
     trainer = make(models["lfm2"], token_budget=60, max_grad_norm=0.0)
     metrics = trainer.update(groups)
+    assert metrics["batch/padded_rows"] == metrics["batch/rows"]
     expected, norms = plain_update(models["lfm2"], groups, 2, 1, 0.0)
     assert metrics["grad_norm"] == pytest.approx(sum(norms) / 2, rel=1e-4)
     assert_close(trainer, expected)
