@@ -162,6 +162,7 @@ def test_training_is_refused_before_anything_is_written_or_submitted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cluster: str
 ) -> None:
     monkeypatch.setattr(slurm, "send_all", Mock(side_effect=AssertionError("submitted")))
+    monkeypatch.setitem(jobs.LAUNCHERS, cluster, Mock(side_effect=AssertionError("started")))
     config = settings(BAD, f"cluster.name={cluster}", run_dir=tmp_path / "run")
     for start in (jobs.train, jobs.submit, jobs.check):
         with pytest.raises(UserError, match=r"^groups: .*would drop it.* \(raise the limit"):
