@@ -1,4 +1,4 @@
-"""Processes forked from one that has imported torch, DeepSpeed and the trainer: they start at once, and may be killed."""
+"""Processes forked from one that has imported the trainer: they start at once, and can be killed."""
 
 from __future__ import annotations
 

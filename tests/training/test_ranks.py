@@ -38,7 +38,7 @@ ALGORITHMS = {
 EVERY_LAYOUT = [Layout(stage, offload) for offload, stages in OFFLOADS.items() for stage in stages]
 COMPARED = ("loss", "entropy", "grad_norm", "mismatch_kl", "ratio/mean", "logprob_diff_max", "batch/rows")
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 
 @pytest.fixture(scope="module")
