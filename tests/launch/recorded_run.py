@@ -1,6 +1,6 @@
 """A real run of one trainer rank on recorded rollouts, which can be told to be killed at any point.
 
-Schedule, coordinator, trainer and checkpoints are the real ones; for the engine rank a thread hands in groups from files.
+Schedule, coordinator, trainer and checkpoints are the real ones; for the engine rank a thread hands in groups of files.
 """
 
 from __future__ import annotations
