@@ -41,6 +41,8 @@ def make_engine(policy: nn.Module, training: TrainingConfig) -> Any:
     compile_nothing()
     with quiet_deepspeed():
         engine, *_ = deepspeed.initialize(model=policy, optimizer=optimizer, config=deepspeed_config(training, half))
+    if half and training.zero_stage == 0:
+        optimizer.state.clear()  # DeepSpeed has made a step without gradients, which Adam would count as its first
     if half and training.zero_stage == 1:
         name_stage(engine.optimizer)
     return engine
