@@ -20,12 +20,12 @@ from pipeline.launch.run_directory import Attempt
 from pipeline.launch.storage import Lines, Storage
 from pipeline.records import GroupSpec, Outcome, PolicyVersion, RolloutRecord, TaskRef, TrainGroup
 from pipeline.stages.advantage import (
-    REWARD_FAILED,
     configured_reward,
     enough_graded,
     reward_failures,
     score,
     to_train_group,
+    why_ungraded,
 )
 from pipeline.stages.curriculum import Curriculum
 from pipeline.stages.evaluation import Cells
@@ -227,8 +227,7 @@ class Coordinator:
             return self._note(group_id, "ignored", "its lease had been taken back", engine)
         self._count(records)
         self._judge_reward(records)
-        ungraded = [r for r in records if r.verdict.reward is None]
-        reasons = "; ".join(sorted({r.info.get(REWARD_FAILED, r.verdict.reason) for r in ungraded}))[:300]
+        reasons = why_ungraded(records)
         if self.flow.judge_harness(work["harness"], harness_failed(records, work["size"]), reasons):
             self._raise_alarm(work["harness"], self.flow.state.set_aside[work["harness"]])
         if not enough_graded(records, work["size"]):

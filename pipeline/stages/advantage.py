@@ -126,6 +126,12 @@ def graded_rewards(group: Sequence[RolloutRecord]) -> list[float]:
     return [record.verdict.reward for record in group if record.verdict.reward is not None]
 
 
+def why_ungraded(records: Sequence[RolloutRecord]) -> str:
+    """The causes of the rollouts without a reward, each once, in at most 300 characters."""
+    ungraded = [record for record in records if record.verdict.reward is None]
+    return "; ".join(sorted({r.info.get(REWARD_FAILED, r.verdict.reason) for r in ungraded}))[:300]
+
+
 def enough_graded(records: Sequence[RolloutRecord], size: int) -> bool:
     """Whether at least max(2, size / 2) of a group of ``size`` rollouts are graded; else it is rolled again."""
     return len(graded_rewards(records)) >= max(2, size / 2)

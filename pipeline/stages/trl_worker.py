@@ -31,13 +31,13 @@ from pipeline.harness.base import get_harness, harness_root
 from pipeline.records import GroupSpec, PolicyVersion, RolloutRecord, TrainGroup
 from pipeline.sandbox.base import make_sandbox
 from pipeline.stages.advantage import (
-    REWARD_FAILED,
     configured_reward,
     enough_graded,
     graded_rewards,
     reward_failures,
     score,
     to_train_group,
+    why_ungraded,
 )
 from pipeline.stages.flow import Ending, FlowState, GroupFlow
 from pipeline.stages.outcome import harness_failed
@@ -218,8 +218,7 @@ class YokeRolloutWorker:
 
     def _close(self, spec: GroupSpec, records: Sequence[RolloutRecord]) -> None:
         """A group's rollouts have ended: into the buffer, out, or once more. Raises when it leads nowhere."""
-        ungraded = [record for record in records if record.verdict.reward is None]
-        reasons = "; ".join(sorted({r.info.get(REWARD_FAILED, r.verdict.reason) for r in ungraded}))[:300]
+        reasons = why_ungraded(records)
         if self.flow.judge_harness(spec.harness, harness_failed(records, spec.size), reasons):
             log.error("%s is set aside: %s", spec.harness, self.flow.state.set_aside[spec.harness])
         group = to_train_group(records, spec.size, self.config.algorithm.normalize_std)
@@ -232,7 +231,7 @@ class YokeRolloutWorker:
         else:
             ending = "rolled_again" if self.flow.fail(spec.group_id, reasons) else "abandoned"
         self._measure(records, f"rollout/groups_{ending}_total")
-        self._judge(group is not None, reasons, failures=reward_failures(ungraded))
+        self._judge(group is not None, reasons, failures=reward_failures(records))
 
     def _judge(self, fruitful: bool, reasons: str, failures: Sequence[str]) -> None:
         """Raise instead of letting the trainer wait for ever."""
