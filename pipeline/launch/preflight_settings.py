@@ -85,7 +85,8 @@ def groups(grounds: Grounds) -> str:
     size, credits = algorithm.group_size, algorithm.max_outstanding_rollouts
     needed = algorithm.groups_per_update * size
     out = credits // size
-    updates_behind = max(0, out - 1) // algorithm.groups_per_update
+    in_all = config.training.updates * algorithm.groups_per_update
+    updates_behind = max(0, min(out, in_all) - 1) // algorithm.groups_per_update
     refuse_if(
         (
             (size > credits, f"algorithm.group_size={size} is larger than algorithm.max_outstanding_rollouts={credits}:"

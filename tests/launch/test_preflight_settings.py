@@ -53,7 +53,11 @@ REFUSED = {
 }
 PASSING = {
     "budgets": [["engine.extra_args=[--gpu-memory-utilization=0.85]"]],
-    "groups": [["algorithm.group_size=96", "algorithm.groups_per_update=1"], ["engine.max_num_seqs=4"]],
+    "groups": [
+        ["algorithm.group_size=96", "algorithm.groups_per_update=1"],
+        ["engine.max_num_seqs=4"],
+        ["algorithm.max_outstanding_rollouts=1000", "training.updates=3"],  # all of it is trained before it is too old
+    ],
     "context": [["model.max_model_len=65"], ["model.max_model_len=65536"]],
     "waits": [
         ["harness.timeout_s=899"],

@@ -190,13 +190,13 @@ def test_a_half_finished_evaluation_is_provisional(root: Path) -> None:
 
 def test_yoke_report_takes_a_sweep_or_a_run_as_a_word(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     anything = compose_config([])
-    monkeypatch.setattr(jobs, "_report", lambda config, run: run.root.name)
+    monkeypatch.setattr(jobs, "_report", lambda config, run, form: run.root.name)
     assert jobs.report(anything, [str(root / "done")]) == "done"
     assert jobs.report(anything, [str(root)]) == 0 and read(root)
     with pytest.raises(UserError, match="is no run directory"):
         jobs.report(anything, [str(root / "nothing")])
-    with pytest.raises(UserError, match="takes one run or sweep, not 2"):
-        jobs.report(anything, ["a", "b"])
+    with pytest.raises(UserError, match="takes a sweep by itself"):
+        jobs.report(anything, [str(root), str(root / "done")])
 
 
 def test_a_damaged_sweep_is_told(root: Path) -> None:

@@ -11,7 +11,7 @@ from slurm_helpers import Testbed, wait_until
 
 from pipeline.launch.squeue import find_jobs
 from pipeline.launch.status import RunWatcher, Watch
-from pipeline.launch.stop import Stopper
+from pipeline.launch.stop import Stopper, stop_all
 
 # A rank that ends by USR1 as ours do: it leaves word, then ends well.
 RANK = """
@@ -58,7 +58,7 @@ def test_a_job_is_followed_from_the_queue_to_its_end(slurm: Testbed, run: MadeUp
     assert (now["state"], now["job"]["state"], now["job"]["count"]) == ("running", "RUNNING", "2")
     assert now["job"]["nodes"].startswith("n[")
     assert now["job"]["left"].startswith(("29:", "30:"))
-    assert Stopper(RunWatcher(run.root)).stop(END_S) == 0
+    assert stop_all([Stopper(RunWatcher(run.root), END_S)]) == 0
     assert slurm.state(job) == "COMPLETED", "USR1 reached the ranks, not the batch script"
     assert look(run)["state"] == "stopped"
 
@@ -66,7 +66,7 @@ def test_a_job_is_followed_from_the_queue_to_its_end(slurm: Testbed, run: MadeUp
 @pytest.mark.slow
 def test_a_queued_job_is_cancelled(slurm: Testbed, run: MadeUpRun, capsys: pytest.CaptureFixture[str]) -> None:
     job = submit(slurm, run, "--hold")
-    assert Stopper(RunWatcher(run.root)).stop(END_S) == 0
+    assert stop_all([Stopper(RunWatcher(run.root), END_S)]) == 0
     assert slurm.state(job) == "CANCELLED"
     assert look(run)["state"] == "stopped"
     assert f"job {job} is taken out of the queue" in capsys.readouterr().out
