@@ -11,6 +11,7 @@ import logging
 import os
 import signal
 import socket
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,6 +37,7 @@ LEFT_OVER = ("*.snapshot", "*.arrow", "*.tmp")  # what a killed proxy was writin
 GREET_S = 3.0
 POLL_S = 0.05
 END_S = 5.0
+PORT_S = 10.0  # that a port of an earlier run is waited for
 LOCALHOST = ("localhost", "ip6-localhost")
 
 log = logging.getLogger(__name__)
@@ -230,13 +232,20 @@ def _shard_listeners(proxy: ProxyConfig, place: Path) -> Iterator[list[socket.so
 
 
 def _again(host: str, port: int, needed: bool) -> socket.socket:
-    """A socket on an earlier port, or on a free one where nobody knows the earlier one."""
-    try:
-        return _listen(host, port, "a shard's port of an earlier run")
-    except UserError:
-        if needed:
-            raise
-        return _listen(host, 0, "a shard's port")
+    """A socket on an earlier port, or on a free one where nobody knows the earlier one.
+
+    Some program's connection may have got that port meanwhile; where it is needed, this waits for it.
+    """
+    until = time.monotonic() + (PORT_S if needed else 0.0)
+    while True:
+        try:
+            return _listen(host, port, "a shard's port of an earlier run")
+        except UserError:
+            if not needed:
+                return _listen(host, 0, "a shard's port")
+            if time.monotonic() >= until:
+                raise
+        time.sleep(POLL_S)
 
 
 def _listen(host: str, port: int, what: str) -> socket.socket:

@@ -6,12 +6,14 @@ import atexit
 import logging
 import queue
 import threading
+import time
 from contextlib import suppress
 from logging.handlers import QueueHandler, QueueListener
 from typing import TextIO
 
 KEPT = 10_000  # lines that wait for the disk; later ones are left out
 LAST_S = 2.0  # that the end of the process waits for them
+POLL_S = 0.02
 FORMAT = "%(asctime)s %(name)s %(levelname)s %(message)s"
 
 
@@ -41,6 +43,14 @@ def quieten_others() -> None:
 
 def _end(listener: QueueListener) -> None:
     atexit.unregister(_end)
-    stopping = threading.Thread(target=listener.stop, daemon=True)
+    stopping = threading.Thread(target=_stop, args=(listener,), daemon=True)
     stopping.start()
     stopping.join(LAST_S)
+
+
+def _stop(listener: QueueListener) -> None:
+    """Its end is a line as well, and waits for room behind the others."""
+    while True:
+        with suppress(queue.Full):
+            return listener.stop()
+        time.sleep(POLL_S)

@@ -44,12 +44,12 @@ class Harness:
         assert reply.status_code == 200, reply.text
         return reply.json()["choices"][0]["message"]
 
-    async def insist(self, messages: list[dict[str, Any]]) -> dict[str, Any]:
-        """Ask, and once more when the connection was dropped: what harnesses do."""
-        try:
-            return await self.message(messages)
-        except httpx.TransportError:
-            return await self.message(messages)
+    async def insist(self, messages: list[dict[str, Any]], tries: int = 2) -> dict[str, Any]:
+        """Ask, and again when the connection was dropped: what harnesses do. Each death of a shard costs a try."""
+        for _ in range(tries - 1):
+            with contextlib.suppress(httpx.TransportError):
+                return await self.message(messages)
+        return await self.message(messages)
 
 
 @dataclass

@@ -24,10 +24,11 @@ from engine_threads import engine_thread
 from front_helpers import ROOT, Running, running
 
 from pipeline.capture import control
+from pipeline.capture import proxy as proxy_command
 from pipeline.capture.export import SCHEMAS
 from pipeline.capture.metrics import EVENTS
 from pipeline.cli import main
-from pipeline.config import SessionPolicy
+from pipeline.config import SessionPolicy, UserError
 from pipeline.engine.scripted import FakeEngine, Scripted, render
 
 USER = [{"role": "user", "content": "hello"}]
@@ -209,6 +210,21 @@ def test_a_restart_with_the_same_directory_takes_the_sessions_up(
     with pytest.raises(SystemExit, match="2"):
         main(["proxy", "--llm-url", engine.url, "--port", "0", "--dir", str(place), "--shards", "1"])
     assert "open sessions of 2 shards" in capsys.readouterr().err
+
+
+def test_a_port_that_open_sessions_know_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Any program's outgoing connection may hold it for a moment."""
+    with socket.create_server(("127.0.0.1", 0)) as holder:
+        port = proxy_command.port_of(holder)
+        with proxy_command._again("127.0.0.1", port, needed=False) as other:
+            assert proxy_command.port_of(other) != port, "nobody knows it"
+        freeing = threading.Timer(0.3, holder.close)
+        freeing.start()
+        with proxy_command._again("127.0.0.1", port, needed=True) as again:
+            assert proxy_command.port_of(again) == port
+            monkeypatch.setattr(proxy_command, "PORT_S", 0.2)
+            with pytest.raises(UserError, match="cannot listen"), proxy_command._again("127.0.0.1", port, needed=True):
+                pass
 
 
 def test_sigterm_lets_calls_in_flight_finish_and_a_second_one_does_not(engine: FakeEngine, tmp_path: Path) -> None:

@@ -40,7 +40,7 @@ def wait_gone(pid: int, deadline_s: float = 20) -> None:
     while time.monotonic() < end:
         try:
             state = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
-        except FileNotFoundError:
+        except (FileNotFoundError, ProcessLookupError):  # before it was opened, or after
             return
         if state == "Z":
             return
