@@ -26,7 +26,7 @@ SETTINGS = (
 )
 RUN_S = 300.0
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 
 def yoke(bed: Testbed, *words: str) -> str:
