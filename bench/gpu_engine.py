@@ -19,11 +19,12 @@ import torch
 from torch import Tensor
 
 from bench.gpu_figures import Figure, Setting
+from bench.groups import group_of
 from pipeline.config import AlgorithmConfig, EngineConfig, LoraConfig, ModelConfig, TrainingConfig, UserError
 from pipeline.engine.device import on_gpu
 from pipeline.engine.server import SERVED_MODEL_NAME, EngineServer
 from pipeline.engine.transfer import make_transfer
-from pipeline.records import Outcome, PolicyVersion, RolloutRecord, Row, TrainGroup, Verdict
+from pipeline.records import PolicyVersion, Row
 from pipeline.training.batch import RowBatch, WeightedRow, collate
 from pipeline.training.lora import adapter_weights
 from pipeline.training.trainer import Trainer
@@ -98,7 +99,8 @@ def compare(setting: Setting, path: Path, url: str) -> list[Figure]:
     figures += synced(setting, adapted, url, before, PolicyVersion(0, 1), "an adapter's merged blocks")
     size = float(adapted.policy.model.get_input_embeddings().weight.abs().mean())
     trainer = _trainer(path, TrainingConfig(learning_rate=STEP * size, decay_fraction=0.0))
-    trainer.update([_group(before)])
+    halves = [1.0 if index < len(before) / 2 else -1.0 for index in range(len(before))]
+    trainer.update([group_of("g", before, halves)])
     return figures + synced(setting, trainer, url, before, PolicyVersion(0, 2), "all weights")
 
 
@@ -161,31 +163,3 @@ def _sample_one(url: str, prompt: np.ndarray, salt: str) -> Row:
     logprobs = np.zeros(len(ids), np.float32)
     logprobs[len(prompt) :] = [token["logprob"] for token in answer["logprobs"]["content"]]
     return Row(ids, np.arange(len(ids)) >= len(prompt), logprobs)
-
-
-def _group(samples: Sequence[Row]) -> TrainGroup:
-    """The samples as a group whose first half was right."""
-    advantages = tuple(1.0 if index < len(samples) / 2 else -1.0 for index in range(len(samples)))
-    rollouts = tuple(_rollout(index, row) for index, row in enumerate(samples))
-    return TrainGroup("g", "smoke", rollouts, advantages)
-
-
-def _rollout(index: int, row: Row) -> RolloutRecord:
-    return RolloutRecord(
-        rollout_id=f"g/{index}",
-        group_id="g",
-        index=index,
-        task_id="smoke",
-        harness="smoke",
-        outcome=Outcome.SOLVED,
-        verdict=Verdict(1.0, 1.0, 0),
-        rows=(row,),
-        version=PolicyVersion(0, 0),
-        newest_version=PolicyVersion(0, 0),
-        calls=1,
-        malformed=0,
-        undelivered=0,
-        prompt_tokens=PROMPT_TOKENS,
-        sampled_tokens=SAMPLED_TOKENS,
-        wall_s=0.0,
-    )

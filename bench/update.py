@@ -19,13 +19,12 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
+from bench.groups import group_of
 from bench.packing import model
 from pipeline.config import AlgorithmConfig, TrainingConfig
-from pipeline.records import Outcome, PolicyVersion, RolloutRecord, Row, TrainGroup, Verdict
+from pipeline.records import Row, TrainGroup
 from pipeline.training.batch import RowBatch, make_minibatch, plan, split_minibatches
 from pipeline.training.trainer import Trainer
-
-VERSION = PolicyVersion(0, 0)
 
 
 @dataclass(frozen=True)
@@ -50,34 +49,14 @@ def made_up_groups(work: Work, seed: int = 0) -> list[TrainGroup]:
 
 
 def _group(name: str, work: Work, rng: np.random.Generator) -> TrainGroup:
-    rollouts = tuple(_rollout(f"{name}/{index}", index, work, rng) for index in range(4))
-    return TrainGroup(name, "made up", rollouts, (1.0, 0.5, -0.5, -1.0))
+    return group_of(name, [_row(work, rng) for _ in range(4)], (1.0, 0.5, -0.5, -1.0))
 
 
-def _rollout(name: str, index: int, work: Work, rng: np.random.Generator) -> RolloutRecord:
+def _row(work: Work, rng: np.random.Generator) -> Row:
     places = np.arange(work.length)
     trained = (places >= work.length // 4) & (places % 64 >= 32)
     logprobs = np.where(trained, -np.log(work.vocabulary), 0.0).astype(np.float32)
-    row = Row(rng.integers(0, work.vocabulary, work.length).astype(np.int32), trained, logprobs)
-    sampled = int(trained.sum())
-    return RolloutRecord(
-        rollout_id=name,
-        group_id=name.split("/")[0],
-        index=index,
-        task_id="task",
-        harness="made up",
-        outcome=Outcome.SOLVED,
-        verdict=Verdict(1.0, 1.0, 1),
-        rows=(row,),
-        version=VERSION,
-        newest_version=VERSION,
-        calls=1,
-        malformed=0,
-        undelivered=0,
-        prompt_tokens=work.length - sampled,
-        sampled_tokens=sampled,
-        wall_s=1.0,
-    )
+    return Row(rng.integers(0, work.vocabulary, work.length).astype(np.int32), trained, logprobs)
 
 
 class PlainLoop:

@@ -5,18 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from peft import LoraConfig as PeftConfig
 from peft import PeftModel, get_peft_model, set_peft_model_state_dict
 from safetensors.torch import load_file
-from training_helpers import partition_all, random_groups, save_model
+from training_helpers import add_plain_gradients, partition_all, random_groups, save_model, token_logprobs
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from pipeline.cli import compose_config
 from pipeline.config import AlgorithmConfig, LoraConfig, TrainingConfig, UserError
-from pipeline.records import Row, TrainGroup
+from pipeline.records import TrainGroup
 from pipeline.training import batch, deepspeed_engine, head, lora
 from pipeline.training.checkpoint import CheckpointError, newest
 from pipeline.training.export import export_checkpoint
@@ -49,12 +48,6 @@ def random_adapter(trainer: Trainer, seed: int = 1) -> None:
         torch.nn.init.normal_(weight.base, std=0.3)
 
 
-def token_logprobs(model: torch.nn.Module, row: Row) -> torch.Tensor:
-    ids = torch.from_numpy(row.input_ids.astype(np.int64))
-    scores = model(ids[None], use_cache=False).logits[0, :-1].log_softmax(-1)
-    return scores.gather(1, ids[1:, None])[:, 0][torch.from_numpy(row.loss_mask[1:])]
-
-
 def plain_steps(
     path: Path, targets: list[str], start: dict[str, torch.Tensor], groups: list[TrainGroup], steps: int
 ) -> tuple[PeftModel, float]:
@@ -64,16 +57,9 @@ def plain_steps(
     set_peft_model_state_dict(model, start)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=RATE, betas=(0.9, 0.95), weight_decay=0.0)
-    n = sum(len(group.rollouts) for group in groups)
     for _ in range(steps):
         optimizer.zero_grad()
-        for group in groups:
-            mean = sum(row.loss_mask.sum() for member in group.rollouts for row in member.rows) / len(group.rollouts)
-            for member, advantage in zip(group.rollouts, group.advantages, strict=True):
-                for row in member.rows:
-                    ratio = (token_logprobs(model, row) - torch.from_numpy(row.logprobs[row.loss_mask])).exp()
-                    surrogate = torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage)
-                    (-surrogate.sum() / (n * mean)).backward()
+        add_plain_gradients(model, groups)
         norm = float(torch.nn.utils.clip_grad_norm_(trained, float("inf")))
         optimizer.step()
     return model, norm

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from training_helpers import random_groups, save_model
+from training_helpers import add_plain_gradients, random_groups, save_model, token_logprobs
 from transformers import AutoModelForCausalLM
 
 from pipeline.config import OFFLOADS, AlgorithmConfig, TrainingConfig, UserError
@@ -27,12 +27,6 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {kind: save_model(root / kind, kind) for kind in ("qwen3", "lfm2")}
 
 
-def token_logprobs(model: torch.nn.Module, row: Row) -> torch.Tensor:
-    ids = torch.from_numpy(row.input_ids.astype(np.int64))
-    scores = model(ids[None], use_cache=False).logits[0, :-1].log_softmax(-1)
-    return scores.gather(1, ids[1:, None])[:, 0][torch.from_numpy(row.loss_mask[1:])]
-
-
 def plain_update(
     path: Path, groups: list[TrainGroup], minibatches: int, updates: int, clip: float
 ) -> tuple[torch.nn.Module, list[float]]:
@@ -41,14 +35,7 @@ def plain_update(
     optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, betas=(0.9, 0.95), weight_decay=0.01)
     norms = []
     for part in split_minibatches(groups, minibatches) * updates:
-        n = sum(len(group.rollouts) for group in part)
-        for group in part:
-            mean = sum(row.loss_mask.sum() for member in group.rollouts for row in member.rows) / len(group.rollouts)
-            for member, advantage in zip(group.rollouts, group.advantages, strict=True):
-                for row in member.rows:
-                    ratio = (token_logprobs(model, row) - torch.from_numpy(row.logprobs[row.loss_mask])).exp()
-                    surrogate = torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage)
-                    (-surrogate.sum() / (n * mean)).backward()
+        add_plain_gradients(model, part)
         norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), clip or float("inf"))))
         optimizer.step()
         optimizer.zero_grad()
