@@ -29,7 +29,7 @@ from pipeline.stages.advantage import (
 )
 from pipeline.stages.curriculum import Curriculum
 from pipeline.stages.evaluation import Cells
-from pipeline.stages.flow import GroupFlow, ReadyGroup
+from pipeline.stages.flow import GroupFlow, ReadyGroup, oldest_version
 from pipeline.stages.outcome import harness_failed
 
 LONG_POLL_S = 5.0
@@ -243,7 +243,7 @@ class Coordinator:
 
     def _admit(self, group: TrainGroup, engine: str) -> None:
         assert self.flow is not None
-        version = min((record.version for record in group.rollouts), key=lambda version: version.n)
+        version = oldest_version(group)
         self.flow.admit(group, version)
         self._note(group.group_id, "admitted", str(version), engine)
 

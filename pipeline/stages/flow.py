@@ -76,6 +76,11 @@ class Lease:
     floor: PolicyVersion
 
 
+def oldest_version(group: TrainGroup) -> PolicyVersion:
+    """The oldest version that sampled a token of the group, in whatever attempt."""
+    return min((record.version for record in group.rollouts), key=lambda version: version.n)
+
+
 @dataclass(frozen=True)
 class ReadyGroup:
     """A closed group with contrast, waiting for its update."""
@@ -301,7 +306,7 @@ class GroupFlow:
     def too_old(self, batch: Sequence[ReadyGroup]) -> list[ReadyGroup]:
         """The groups whose own rollouts, whatever was said of them, are beyond the bound."""
         oldest = self.version.n - self.algorithm.max_staleness
-        return [ready for ready in batch if min(record.version.n for record in ready.group.rollouts) < oldest]
+        return [ready for ready in batch if oldest_version(ready.group).n < oldest]
 
     def refuse(self, batch: Sequence[ReadyGroup], refused: Sequence[ReadyGroup]) -> None:
         """``batch`` is not trained: the refused ones are scheduled again, the others wait as before."""

@@ -13,8 +13,9 @@ from typing import Any
 import numpy as np
 
 from pipeline.config import Config, UserError
-from pipeline.records import PolicyVersion, RolloutRecord, TrainGroup
+from pipeline.records import RolloutRecord, TrainGroup
 from pipeline.stages.advantage import graded_rewards
+from pipeline.stages.flow import oldest_version
 from pipeline.tasks.harbor import HarborTask
 from pipeline.training.loss_weights import AGGREGATIONS
 
@@ -58,11 +59,6 @@ def prompts(tasks: Sequence[HarborTask]) -> Any:
     from datasets import Dataset
 
     return Dataset.from_dict({"prompt": [[{"role": "user", "content": task.instruction}] for task in tasks]})
-
-
-def oldest_version(group: TrainGroup) -> PolicyVersion:
-    """The oldest version that sampled a token of the group."""
-    return min(record.version for record in group.rollouts)
 
 
 def samples(group: TrainGroup, number: int, prompt: str, config: Config) -> list[Any]:

@@ -39,11 +39,11 @@ from pipeline.stages.advantage import (
     to_train_group,
     why_ungraded,
 )
-from pipeline.stages.flow import Ending, FlowState, GroupFlow
+from pipeline.stages.flow import Ending, FlowState, GroupFlow, oldest_version
 from pipeline.stages.outcome import harness_failed
 from pipeline.stages.rollout import Workshop
 from pipeline.stages.schedule import make_schedule
-from pipeline.stages.trl_samples import check_settings, oldest_version, samples
+from pipeline.stages.trl_samples import check_settings, samples
 from pipeline.tasks.harbor import HarborTask
 
 log = logging.getLogger(__name__)
