@@ -23,8 +23,8 @@ def main(command: list[str]) -> None:
     """Run ``command`` with the signals ignored that are for the trainer, until it or the starter ends."""
     for number in (signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
-    # A handler, not SIG_IGN: the command must not inherit it. SIGTERM goes to the group; we leave after the command, which
-    # may be told to end at its first step: so the handler comes before it.
+    # A handler, not SIG_IGN: the command must not inherit it. SIGTERM goes to the group; we leave after the command,
+    # which may be told to end at its first step: so the handler comes before it.
     signal.signal(signal.SIGTERM, lambda *_: None)
     child = subprocess.Popen(command, stdin=subprocess.DEVNULL)
     threading.Thread(target=_end_group_with_starter, daemon=True).start()
