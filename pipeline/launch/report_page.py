@@ -17,10 +17,9 @@ from pipeline.launch.evaluation import records
 from pipeline.launch.run_directory import RunDirectory
 from pipeline.records import RolloutRecord
 from pipeline.report.page import PageRun
-from pipeline.report.results import difference, matched_savings
+from pipeline.report.results import difference_summary
 from pipeline.report.rollout_view import ModelVocabulary, NoVocabulary, Vocabulary, view
 from pipeline.report.store import read_figures, read_group, read_jsonl
-from pipeline.report.table import ALL
 from pipeline.stages.advantage import RewardFunction, advantages, configured_reward, graded_rewards, overlong, score
 
 SAMPLE = 24  # rollouts a run that the viewer holds
@@ -57,19 +56,9 @@ def page_run(
     )
 
 
-def compare(first: RunDirectory, other: RunDirectory) -> list[tuple[str, str]]:
-    """What ``other`` does otherwise than ``first`` after training: (harness, sentence), all harnesses last."""
-    old, new = records(first, "after"), records(other, "after")
-    names = sorted({record.harness for record in old} & {record.harness for record in new})
-    parts = [(name, _of(old, name), _of(new, name)) for name in names]
-    if len(names) > 1:
-        parts.append((ALL, old, new))
-    found = ((name, difference(a, b), matched_savings(a, b)) for name, a, b in parts)
-    return [(name, f"{change.sentence()}; {saved.sentence()}.") for name, change, saved in found if change]
-
-
-def _of(evaluated: Sequence[RolloutRecord], harness: str) -> list[RolloutRecord]:
-    return [record for record in evaluated if record.harness == harness]
+def compare(first: RunDirectory, other: RunDirectory) -> dict[str, Any] | None:
+    """What ``other`` does otherwise than ``first`` after training; None when no cell was evaluated in both."""
+    return difference_summary(records(first, "after"), records(other, "after"))
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ from pipeline.report.page import PageRun, write_page
 from pipeline.report.plot import learning_curve
 from pipeline.report.results import Meta, build_results, checkpoint_summary, write_results
 from pipeline.report.store import write_text
-from pipeline.report.table import markdown_table, print_results
+from pipeline.report.table import change_sentences, markdown_table, print_results
 from pipeline.stages.evaluation import INCOMPLETE
 from pipeline.stages.weights import update_of
 
@@ -63,7 +63,7 @@ def report_runs(runs: Sequence[RunDirectory], form: str = "") -> int:
         register(config.harness.recipes)
         made.append(_made(config, run))
     names = _distinct([run.root for run in runs])
-    against = [compare(runs[0], run) if place else [] for place, run in enumerate(runs)]
+    against = [list(change_sentences(compare(runs[0], run))) if place else [] for place, run in enumerate(runs)]
     pages = [
         replace(page, name=name, comparisons=own) for (_, page), name, own in zip(made, names, against, strict=True)
     ]

@@ -1,26 +1,20 @@
-"""report/index.html: one page that needs nothing else, of one run or of several side by side.
-
-Every text from a run goes through `escape` or into the JSON that the page's script shows as text.
-"""
+"""report/index.html: one page that needs nothing else, of one run or of several side by side."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
-from string import Template
 from typing import Any
 
 from pipeline.report import difficulty_table
 from pipeline.report.curves import learning_charts, staleness_charts, throughput_charts, trend_charts
+from pipeline.report.markup import Book, document, scrolled, sentence_list, table
 from pipeline.report.shares import SHARES, harness_shares
 from pipeline.report.store import write_text
-from pipeline.report.svg import Chart
 from pipeline.report.table import ALL, HEADINGS, closing_sentence, comparison_sentences, table_rows
 
-ASSETS = Path(__file__).parent / "assets"
 BINS = ("over 95%", "70–95%", "40–70%", "10–40%", "1–10%", "under 1%")  # of probability; the script has the same
 
 
@@ -53,49 +47,18 @@ def write_page(path: Path, runs: Sequence[PageRun]) -> None:
 
 def page(runs: Sequence[PageRun]) -> str:
     """The whole page as text."""
-    book = _Book(several=len(runs) > 1)
+    book = Book(several=len(runs) > 1)
     shown = [(anchor, title, render(runs, book)) for anchor, title, render in SECTIONS]
-    kept = [(anchor, title, body) for anchor, title, body in shown if body]
-    asset = {name: (ASSETS / f"page.{kind}").read_text() for name, kind in (("style", "css"), ("script", "js"))}
-    return Template((ASSETS / "page.html").read_text()).substitute(
-        asset,
-        title=escape("Yoke: " + " and ".join(run.name for run in runs)),
-        nav="\n".join(f'<li><a href="#{anchor}">{title}</a></li>' for anchor, title, _ in kept),
-        body="\n".join(f'<section aria-labelledby="{a}"><h2 id="{a}">{t}</h2>\n{b}\n</section>' for a, t, b in kept),
-        data=embedded({"charts": [chart.data() for chart in book.charts], "rollouts": _rollouts(runs)}),
-    )
+    return document("Yoke: " + " and ".join(run.name for run in runs), shown, book, _rollouts(runs))
 
 
-def embedded(value: Any) -> str:
-    """JSON that no HTML parser mistakes for an end of its script element."""
-    text = json.dumps(value, separators=(",", ":"), allow_nan=False, ensure_ascii=False)
-    return text.translate({ord("<"): "\\u003c", ord(">"): "\\u003e", ord("&"): "\\u0026", 0x2028: "\\u2028"})
+Panel = Callable[[PageRun, Book], str]
 
 
-@dataclass
-class _Book:
-    """Numbers the charts in the order in which they stand on the page."""
-
-    several: bool
-    charts: list[Chart]
-
-    def __init__(self, several: bool) -> None:
-        self.several, self.charts = several, []
-
-    def figures(self, charts: Iterable[Chart]) -> str:
-        """A grid of charts, '' when none has a point."""
-        kept = [chart for chart in charts if chart.kept]
-        self.charts += kept
-        return f'<div class="grid">{"".join(map(_figure, kept))}</div>' if kept else ""
-
-
-Panel = Callable[[PageRun, _Book], str]
-
-
-def _panels(panel: Panel) -> Callable[[Sequence[PageRun], _Book], str]:
+def _panels(panel: Panel) -> Callable[[Sequence[PageRun], Book], str]:
     """A section of one panel a run, side by side where there are several; '' when no panel has anything."""
 
-    def section(runs: Sequence[PageRun], book: _Book) -> str:
+    def section(runs: Sequence[PageRun], book: Book) -> str:
         if not book.several:
             return panel(runs[0], book)
         parts = [(run.name, panel(run, book)) for run in runs]
@@ -107,26 +70,27 @@ def _panels(panel: Panel) -> Callable[[Sequence[PageRun], _Book], str]:
     return section
 
 
-def _facts(run: PageRun, _: _Book) -> str:
+def _facts(run: PageRun, _: Book) -> str:
     rows = (f"<dt>{escape(name)}</dt><dd>{escape(value)}</dd>" for name, value in run.facts)
     return f"<dl>{''.join(rows)}</dl>"
 
 
-def _comparison(runs: Sequence[PageRun], book: _Book) -> str:
+def _comparison(runs: Sequence[PageRun], book: Book) -> str:
     if not book.several:
         return ""
     lines = [(f"{run.name} against {runs[0].name}, {name}", text) for run in runs for name, text in run.comparisons]
-    return _sentences(lines) or f"<p>No task was evaluated in {escape(runs[0].name)} and in another of these runs.</p>"
+    nothing = f"<p>No task was evaluated in {escape(runs[0].name)} and in another of these runs.</p>"
+    return sentence_list(lines) or nothing
 
 
-def _before_after(run: PageRun, _: _Book) -> str:
+def _before_after(run: PageRun, _: Book) -> str:
     results = run.results
     parts = dict(results["difference"]["harnesses"], **{ALL: results["difference"]}) if results["difference"] else {}
     rows = [(*cells, _saved(parts.get(cells[0]))) for cells in table_rows(results)]
     if not rows:
         return "<p>Nothing was evaluated before or after training.</p>"
     shown = table("Held-out tasks; below each figure its 95% interval", (*HEADINGS, "calls saved, both solved"), rows)
-    return f"{shown}<p>{escape(closing_sentence(results))}</p>{_sentences(comparison_sentences(results))}"
+    return f"{shown}<p>{escape(closing_sentence(results))}</p>{sentence_list(comparison_sentences(results))}"
 
 
 def _saved(part: Mapping[str, Any] | None) -> str:
@@ -135,16 +99,16 @@ def _saved(part: Mapping[str, Any] | None) -> str:
     return f"{part['savings']['percent']:.1f}%\n(n = {part['savings']['n']:,})"
 
 
-def _curves(run: PageRun, book: _Book) -> str:
+def _curves(run: PageRun, book: Book) -> str:
     return book.figures(learning_charts(run.metrics))
 
 
-def _trend(run: PageRun, book: _Book) -> str:
+def _trend(run: PageRun, book: Book) -> str:
     charts, sentences = trend_charts(run.results)
-    return book.figures(charts) + _sentences(sentences)
+    return book.figures(charts) + sentence_list(sentences)
 
 
-def _shares(run: PageRun, _: _Book) -> str:
+def _shares(run: PageRun, _: Book) -> str:
     shares = harness_shares(run.metrics)
     if not shares:
         return ""
@@ -154,7 +118,7 @@ def _shares(run: PageRun, _: _Book) -> str:
     )
     head = "".join(f'<th scope="col">{name}</th>' for name in ("harness", *SHARES))
     caption = "Each harness's part in what was trained, over all updates"
-    return _scrolled(
+    return scrolled(
         caption, f"<table><caption>{caption}</caption><thead><tr>{head}</tr></thead><tbody>{cells}</tbody></table>"
     )
 
@@ -165,11 +129,11 @@ def _share(value: float | None) -> str:
     return f'<td>{100 * value:.1f}%<span class="share" style="--w:{100 * value:.1f}%"></span></td>'
 
 
-def _pace(run: PageRun, book: _Book) -> str:
+def _pace(run: PageRun, book: Book) -> str:
     return book.figures([*staleness_charts(run.metrics), *throughput_charts(run.metrics)])
 
 
-def _failures(run: PageRun, _: _Book) -> str:
+def _failures(run: PageRun, _: Book) -> str:
     kinds = sorted({kind for own in run.outcomes.values() for kind in own})
     if not kinds:
         return ""
@@ -180,21 +144,21 @@ def _failures(run: PageRun, _: _Book) -> str:
     shown = table("How training rollouts ended", ("harness", *(kind.replace("_", " ") for kind in kinds)), rows)
     causes = [(harness, f"{cause} ({count:,})") for harness, cause, count in run.causes]
     groups = ", ".join(f"{count:,} {name}" for name, count in run.groups.items())
-    return shown + _sentences(causes) + (f"<p>Groups: {groups}.</p>" if groups else "")
+    return shown + sentence_list(causes) + (f"<p>Groups: {groups}.</p>" if groups else "")
 
 
 def _count(count: int, whole: int) -> str:
     return f"{count:,}\n({100 * count / whole:.1f}%)" if count else "0"
 
 
-def _difficulty(run: PageRun, _: _Book) -> str:
+def _difficulty(run: PageRun, _: Book) -> str:
     if run.difficulty is None or not run.difficulty["tasks"]:
         return ""
     shown = table("Training tasks, by harness", difficulty_table.HEADINGS, difficulty_table.rows(run.difficulty))
     return f"{shown}<p>{escape(difficulty_table.sentence(run.difficulty))}</p>"
 
 
-def _viewer(runs: Sequence[PageRun], _: _Book) -> str:
+def _viewer(runs: Sequence[PageRun], _: Book) -> str:
     shown = sum(len(run.rollouts) for run in runs)
     if not shown:
         return ""
@@ -208,7 +172,7 @@ def _viewer(runs: Sequence[PageRun], _: _Book) -> str:
 <noscript><p>The viewer needs JavaScript.</p></noscript>"""
 
 
-SECTIONS: tuple[tuple[str, str, Callable[[Sequence[PageRun], _Book], str]], ...] = (
+SECTIONS: tuple[tuple[str, str, Callable[[Sequence[PageRun], Book], str]], ...] = (
     ("run", "The run", _panels(_facts)),
     ("comparison", "Comparison", _comparison),
     ("before-after", "Before and after", _panels(_before_after)),
@@ -220,42 +184,6 @@ SECTIONS: tuple[tuple[str, str, Callable[[Sequence[PageRun], _Book], str]], ...]
     ("difficulty", "How hard the tasks were", _panels(_difficulty)),
     ("rollouts", "Rollouts", _viewer),
 )
-
-
-def table(caption: str, headings: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A table whose first column names the row. A line end parts a value from its detail."""
-    head = "".join(f'<th scope="col">{escape(heading)}</th>' for heading in headings)
-    body = "".join(
-        f'<tr{" class=all" if name == ALL else ""}><th scope="row">{escape(name)}</th>{"".join(map(_cell, cells))}</tr>'
-        for name, *cells in rows
-    )
-    return _scrolled(
-        caption,
-        f"<table><caption>{escape(caption)}</caption><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>",
-    )
-
-
-def _cell(text: str) -> str:
-    value, _, detail = text.partition("\n")
-    return f"<td>{escape(value)}{f'<br><small>{escape(detail)}</small>' if detail else ''}</td>"
-
-
-def _scrolled(label: str, content: str) -> str:
-    return f'<div class="scroll" tabindex="0" role="region" aria-label="{escape(label, quote=True)}">{content}</div>'
-
-
-def _sentences(lines: Iterable[tuple[str, str]]) -> str:
-    items = "".join(f"<li>{escape(name)}: {escape(text)}</li>" for name, text in lines)
-    return f"<ul>{items}</ul>" if items else ""
-
-
-def _figure(chart: Chart) -> str:
-    legend = "".join(f'<li class="c{line.color % 10}"><span>{escape(line.name)}</span></li>' for line in chart.kept)
-    note = f'<p class="soft">{escape(chart.note)}</p>' if chart.note else ""
-    return (
-        f'<figure class="chart"><h3>{escape(chart.title)}</h3>{chart.svg()}<ul class="legend">{legend}</ul>'
-        f"<output></output>{note}<details><summary>Values as a table</summary></details></figure>"
-    )
 
 
 def _rollouts(runs: Sequence[PageRun]) -> list[dict[str, Any]]:

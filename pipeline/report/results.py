@@ -21,7 +21,7 @@ from pipeline.report.metrics import (
     pass_rate,
     solved,
 )
-from pipeline.report.statistics import Cell, Difference, Savings, mcnemar, paired_bootstrap, savings, wilson
+from pipeline.report.statistics import Cell, Difference, Savings, flips, paired_bootstrap, savings, wilson
 from pipeline.report.store import write_json
 
 SCHEMA = 1
@@ -60,7 +60,7 @@ def build_results(
         "schema": SCHEMA,
         "before": evaluation_summary(before, planned),
         "after": evaluation_summary(after, planned),
-        "difference": _difference_summary(before, after, meta["seed"]),
+        "difference": difference_summary(before, after, meta["seed"]),
         "checkpoints": list(checkpoints),
         "provisional": any(len(graded(side)) < planned for side in (before, after) if side),
         "updates": max(_column(metrics, "update"), default=0),
@@ -125,6 +125,20 @@ def matched_savings(before: Sequence[RolloutRecord], after: Sequence[RolloutReco
     return savings((old.verdict.tool_calls, new.verdict.tool_calls) for old, new in shared)
 
 
+def difference_summary(
+    before: Sequence[RolloutRecord], after: Sequence[RolloutRecord], seed: int = 0
+) -> dict[str, Any] | None:
+    """What ``after`` does otherwise than ``before``, over the cells of both, and by harness under ``harnesses``; None
+    without such a cell.
+    """
+    whole = _difference_figures(before, after, seed)
+    if whole is None:
+        return None
+    old, new = by_harness(before), by_harness(after)
+    parts = {harness: _difference_figures(old[harness], new[harness], seed) for harness in old if harness in new}
+    return whole | {"harnesses": {harness: part for harness, part in parts.items() if part is not None}}
+
+
 def versions(harness: Mapping[str, str]) -> dict[str, Any]:
     """What the figures depend on: harnesses, Python and the libraries that sample and train."""
     return {
@@ -162,29 +176,19 @@ def _figures(records: Sequence[RolloutRecord]) -> dict[str, Any]:
     }
 
 
-def _difference_summary(
-    before: Sequence[RolloutRecord], after: Sequence[RolloutRecord], seed: int
-) -> dict[str, Any] | None:
-    whole = _difference_figures(before, after, seed)
-    if whole is None:
-        return None
-    old, new = by_harness(before), by_harness(after)
-    parts = {harness: _difference_figures(old[harness], new[harness], seed) for harness in old if harness in new}
-    return whole | {"harnesses": {harness: part for harness, part in parts.items() if part is not None}}
-
-
 def _difference_figures(
     before: Sequence[RolloutRecord], after: Sequence[RolloutRecord], seed: int
 ) -> dict[str, Any] | None:
     found = difference(before, after, seed)
     if found is None:
         return None
-    saved = matched_savings(before, after)
+    saved, flipped = matched_savings(before, after), flips(*_paired(before, after))
     return {
         "pass@1": found.diff,
         "interval": [found.lo, found.hi],
         "pairs": found.pairs,
-        "mcnemar_p": mcnemar(*_paired(before, after)),
+        "mcnemar_p": flipped.p,
+        "flips": asdict(flipped) | {"sentence": flipped.sentence()},
         "sentence": found.sentence(),
         "savings": asdict(saved) | {"sentence": saved.sentence()},
     }

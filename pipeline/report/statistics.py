@@ -26,11 +26,18 @@ class Difference:
     hi: float
     pairs: int
 
+    @property
+    def known(self) -> bool:
+        """Whether there is an interval: when every task changed alike (a single one does), resampling says nothing."""
+        return self.lo < self.hi
+
     def sentence(self) -> str:
         """``+32.0 points, 95% interval 24.1 to 39.9, n = 200 pairs``."""
-        points = (100 * value for value in (self.diff, self.lo, self.hi))
-        diff, lo, hi = points
-        return f"{diff:+.1f} points, 95% interval {lo:.1f} to {hi:.1f}, n = {self.pairs:,} pairs"
+        diff, lo, hi = (100 * value for value in (self.diff, self.lo, self.hi))
+        n = f"n = {self.pairs:,} {'pair' if self.pairs == 1 else 'pairs'}"
+        if not self.known:
+            return f"{diff:+.1f} points, {n} (every task changed alike, so there is no interval)"
+        return f"{diff:+.1f} points, 95% interval {lo:.1f} to {hi:.1f}, {n}"
 
 
 def wilson(k: int, n: int) -> tuple[float, float]:
@@ -64,14 +71,31 @@ def paired_bootstrap(
     return Difference(diff, lo, hi, len(cells))
 
 
-def mcnemar(before: Sequence[bool], after: Sequence[bool]) -> float:
-    """The p value of the exact two-sided McNemar test (1947) on pairs: were as many won as lost?
+@dataclass(frozen=True)
+class Flips:
+    """Of ``pairs``, how many are solved only after (``won``) and only before (``lost``), and McNemar's p value."""
 
+    won: int
+    lost: int
+    pairs: int
+    p: float
+
+    def sentence(self) -> str:
+        """``38 newly solved, 6 no longer (of 200, McNemar p < 0.001)``."""
+        p = "p < 0.001" if self.p < 0.001 else f"p = {self.p:.3f}"
+        return f"{self.won:,} newly solved, {self.lost:,} no longer (of {self.pairs:,}, McNemar {p})"
+
+
+def flips(before: Sequence[bool], after: Sequence[bool]) -> Flips:
+    """The exact two-sided McNemar test (1947) on pairs: were as many won as lost?
+
+    It asks whether any task's chance changed at all, the bootstrap whether the mean did: so the two can disagree.
     Raises ValueError on unequal lengths.
     """
     won = sum(new and not old for old, new in zip(before, after, strict=True))
     lost = sum(old and not new for old, new in zip(before, after, strict=True))
-    return float(stats.binomtest(won, won + lost).pvalue) if won + lost else 1.0
+    p = float(stats.binomtest(won, won + lost).pvalue) if won + lost else 1.0
+    return Flips(won, lost, len(before), p)
 
 
 @dataclass(frozen=True)

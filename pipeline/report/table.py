@@ -44,13 +44,17 @@ def closing_sentence(results: Results) -> str:
 
 
 def comparison_sentences(results: Results) -> Iterator[tuple[str, str]]:
-    """(harness, what changed in it: pass@1, then tool calls), and all harnesses together where there are several."""
-    change = results["difference"]
+    """(harness, what changed in it), and all harnesses together where there are several."""
+    return change_sentences(results["difference"])
+
+
+def change_sentences(change: Results | None) -> Iterator[tuple[str, str]]:
+    """The same for any difference: pass@1, what was won and lost, tool calls."""
     parts = dict(change["harnesses"]) if change else {}
     if len(parts) > 1:
         parts[ALL] = change
     for name, part in parts.items():
-        yield name, f"{part['sentence']}; {part['savings']['sentence']}."
+        yield name, "; ".join((part["sentence"], part["flips"]["sentence"], part["savings"]["sentence"])) + "."
 
 
 def _log_sentence(side: Results | None) -> str:
@@ -152,7 +156,8 @@ def change_points(change: Results | None) -> str:
     if change is None:
         return NOTHING
     lo, hi = change["interval"]
-    return f"{100 * change['pass@1']:+.1f}\n({100 * lo:+.1f} to {100 * hi:+.1f})"
+    interval = f"{100 * lo:+.1f} to {100 * hi:+.1f}" if lo < hi else "no interval"
+    return f"{100 * change['pass@1']:+.1f}\n({interval})"
 
 
 def _number(side: Results | None, key: str) -> str:

@@ -20,6 +20,7 @@ from pipeline.launch.run_directory import RunDirectory
 from pipeline.records import Outcome, PolicyVersion, RolloutRecord, Row, Verdict
 from pipeline.report.rollout_view import NoVocabulary
 from pipeline.report.store import append_jsonl, write_group
+from pipeline.report.table import change_sentences
 from pipeline.stages.evaluation import INCOMPLETE
 
 
@@ -101,7 +102,7 @@ def test_stdout_holds_json_or_markdown_and_nothing_else(config: Config, capsys: 
     assert printed == json.loads(run.results.read_text()) and printed["after"]["pass@1"] == 0.75
     jobs.report(compose_config([]), ["--md", str(run.root)])
     assert capsys.readouterr().out.strip() == (run.report / "table.md").read_text().strip()
-    assert "- pi: +100.0 points, 95% interval" in (run.report / "table.md").read_text()
+    assert "- pi: +100.0 points, n = 2 pairs (every task changed alike" in (run.report / "table.md").read_text()
 
 
 def test_two_runs_side_by_side(config: Config, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -129,8 +130,8 @@ def test_runs_of_the_same_name_are_told_apart(config: Config, tmp_path: Path) ->
 def test_a_comparison_needs_common_cells(config: Config, tmp_path: Path) -> None:
     first = run_of(config, {"pi": 4})
     other = run_of(replace(config, run_dir=str(tmp_path / "other")), {"codex": 2})
-    assert compare(first, other) == []
-    ((name, sentence),) = compare(first, first)
+    assert compare(first, other) is None
+    ((name, sentence),) = change_sentences(compare(first, first))
     assert (name, sentence[:12]) == ("pi", "+0.0 points,")
 
 

@@ -12,7 +12,8 @@ import pytest
 from browser import Page, browser, find_chromium
 from page_runs import EVIL, page_run
 
-from pipeline.report.page import PageRun, embedded, page, write_page
+from pipeline.report.markup import embedded
+from pipeline.report.page import PageRun, page, write_page
 
 VOID = {"meta", "link", "br", "img"}
 HEADINGS = [

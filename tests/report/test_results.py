@@ -83,7 +83,8 @@ def test_the_difference_is_paired_by_task_and_harness(results: dict[str, Any]) -
     # By task: t0 rises 1.0 in pi and 0.5 in codex, t1 by 0 in both: resampled means are 0, 0.375 or 0.75.
     assert change["interval"] == pytest.approx([0.0, 0.75])
     # Lost: none. Won: pi t0 twice, codex t0 once.
-    assert change["mcnemar_p"] == pytest.approx(2 * 0.5**3)
+    assert change["mcnemar_p"] == pytest.approx(2 * 0.5**3) == change["flips"]["p"]
+    assert change["flips"]["sentence"].startswith("3 newly solved, 0 no longer (of 8, McNemar p = 0.250)")
     assert change["harnesses"]["pi"]["pass@1"] == pytest.approx(0.5)
     assert change["sentence"] == "+37.5 points, 95% interval 0.0 to 75.0, n = 4 pairs"
 

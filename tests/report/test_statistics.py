@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import optimize, stats
 
-from pipeline.report.statistics import Cell, Difference, Savings, mcnemar, paired_bootstrap, savings, trend, wilson
+from pipeline.report.statistics import Cell, Difference, Flips, Savings, flips, paired_bootstrap, savings, trend, wilson
 
 
 @given(st.integers(1, 500).flatmap(lambda n: st.tuples(st.integers(0, n), st.just(n))))
@@ -75,14 +75,12 @@ def test_the_bootstrap_repeats_with_its_seed() -> None:
 
 
 def test_the_interval_covers_the_truth_about_as_often_as_it_says() -> None:
-    rng, covered = np.random.default_rng(11), 0
+    rng, found = np.random.default_rng(11), []
     for trial in range(200):
         before = {(f"t{task}", "a"): [float(rng.random() < 0.4)] for task in range(60)}
         after = {cell: [float(rng.random() < 0.6)] for cell in before}
-        found = paired_bootstrap(before, after, seed=trial, resamples=400)
-        assert found is not None
-        covered += found.lo <= 0.2 <= found.hi
-    assert 0.89 <= covered / 200 <= 0.99
+        found.append(paired_bootstrap(before, after, seed=trial, resamples=400))
+    assert least(200) <= covered(0.2, found) <= 198
 
 
 def test_only_cells_of_both_sides_count() -> None:
@@ -91,6 +89,16 @@ def test_only_cells_of_both_sides_count() -> None:
     assert paired_bootstrap(before, after) == Difference(1.0, 1.0, 1.0, 2)
     assert paired_bootstrap({("t", "a"): [0.0, 1.0]}, {("t", "a"): [1.0, 1.0]}) == Difference(0.5, 0.5, 0.5, 1)
     assert paired_bootstrap(before, {}) is None
+
+
+def test_where_every_task_changed_alike_there_is_no_interval() -> None:
+    one = paired_bootstrap({("t", "a"): [0.0]}, {("t", "a"): [1.0]})
+    same = paired_bootstrap({(f"t{n}", "a"): [1.0] for n in range(9)}, {(f"t{n}", "a"): [1.0] for n in range(9)})
+    assert one is not None and same is not None and not one.known and not same.known
+    assert one.sentence() == "+100.0 points, n = 1 pair (every task changed alike, so there is no interval)"
+    assert same.sentence() == "+0.0 points, n = 9 pairs (every task changed alike, so there is no interval)"
+    two = paired_bootstrap({("t", "a"): [0.0], ("u", "a"): [0.0]}, {("t", "a"): [1.0], ("u", "a"): [0.0]})
+    assert two == Difference(0.5, 0.0, 1.0, 2) and two.known
 
 
 def test_the_interval_leans_with_skewed_data() -> None:
@@ -105,11 +113,17 @@ def test_mcnemar_is_the_exact_binomial_tail() -> None:
     before = [False] * 9 + [True] * 2 + [True] * 30
     after = [True] * 9 + [False] * 2 + [True] * 30
     tail = sum(math.comb(11, k) for k in range(3)) / 2**11
-    assert mcnemar(before, after) == pytest.approx(2 * tail)
-    assert mcnemar(after, before) == pytest.approx(2 * tail)
-    assert mcnemar([True, False], [True, False]) == 1.0
+    assert flips(before, after) == Flips(9, 2, 41, pytest.approx(2 * tail))
+    assert flips(after, before) == Flips(2, 9, 41, pytest.approx(2 * tail))
+    assert flips([True, False], [True, False]) == Flips(0, 0, 2, 1.0)
+    assert flips([], []) == Flips(0, 0, 0, 1.0)
     with pytest.raises(ValueError, match="shorter"):
-        mcnemar([True, False], [True])
+        flips([True, False], [True])
+
+
+def test_flips_as_a_sentence() -> None:
+    assert Flips(9, 2, 41, 0.0654).sentence() == "9 newly solved, 2 no longer (of 41, McNemar p = 0.065)"
+    assert Flips(1234, 6, 2000, 1e-30).sentence() == "1,234 newly solved, 6 no longer (of 2,000, McNemar p < 0.001)"
 
 
 def test_the_sentence() -> None:
@@ -130,7 +144,7 @@ def test_wilson_gives_newcombes_table(k: int, n: int, interval: tuple[float, flo
 def test_mcnemar_on_known_data() -> None:
     """Agresti's table of approval (Categorical Data Analysis, 10.1): 150 against 86 changed their minds, z² = 17.36."""
     pairs = [(True, True)] * 794 + [(True, False)] * 150 + [(False, True)] * 86 + [(False, False)] * 570
-    p = mcnemar(*zip(*pairs, strict=True))
+    p = flips(*zip(*pairs, strict=True)).p
     assert p == pytest.approx(2 * stats.binom.cdf(86, 236, 0.5))
     assert p == pytest.approx(stats.chi2.sf(17.36, 1), rel=0.5)
 
@@ -144,11 +158,34 @@ def test_the_bootstrap_agrees_with_scipys_interval_of_a_mean() -> None:
     assert (found.lo, found.hi) == pytest.approx((interval.low, interval.high), abs=0.004)
 
 
+def covered(truth: float, found: list[Difference | None]) -> int:
+    return sum(change.lo <= truth <= change.hi for change in found if change is not None)
+
+
+def least(trials: int) -> int:
+    """Of so many 95% intervals, fewer than this hold the truth once in 10,000 times."""
+    return int(stats.binom.ppf(1e-4, trials, 0.95))
+
+
+def shared_effect(seed: int) -> tuple[dict[Cell, list[float]], dict[Cell, list[float]]]:
+    """60 tasks in four harnesses; one in five is learnt, and then in all four."""
+    rng = np.random.default_rng(seed)
+    learnt = [float(rng.random() < 0.2) for _ in range(60)]
+    cells = [(task, harness) for task in range(60) for harness in "abcd"]
+    return {(f"t{t}", h): [0.0] for t, h in cells}, {(f"t{t}", h): [learnt[t]] for t, h in cells}
+
+
+def test_the_interval_covers_where_the_harnesses_of_a_task_share_its_effect() -> None:
+    """An interval that took the 240 cells for independent would be half as wide, and hold the truth in two of three."""
+    found = [paired_bootstrap(*shared_effect(seed), seed=seed, resamples=400) for seed in range(150)]
+    assert covered(0.2, found) >= least(150) - 3, "with 60 tasks a percentile interval is a little narrow"
+
+
 HARNESS_EFFECTS = {"opencode": 0.20, "claude-code": 0.12, "codex": 0.14, "mini-swe-agent": 0.02}  # mean 0.12
 
 
-def cohort(seed: int) -> tuple[dict[Cell, list[float]], dict[Cell, list[float]]]:
-    """250 tasks in four harnesses, once before and once after training that adds HARNESS_EFFECTS to every task."""
+def cohort(seed: int, share: float = 1.0) -> tuple[dict[Cell, list[float]], dict[Cell, list[float]]]:
+    """250 tasks in four harnesses, once before and once after training that adds a share of HARNESS_EFFECTS to each."""
     rng = np.random.default_rng(seed)
     before: dict[Cell, list[float]] = {}
     after: dict[Cell, list[float]] = {}
@@ -156,16 +193,38 @@ def cohort(seed: int) -> tuple[dict[Cell, list[float]], dict[Cell, list[float]]]
         ease = 0.8 * rng.beta(1.0, 1.0)
         for harness, effect in HARNESS_EFFECTS.items():
             before[f"t{task}", harness] = [float(rng.random() < ease)]
-            after[f"t{task}", harness] = [float(rng.random() < ease + effect)]
+            after[f"t{task}", harness] = [float(rng.random() < ease + share * effect)]
     return before, after
 
 
 def test_a_cohort_with_a_known_effect() -> None:
     found = [paired_bootstrap(*cohort(seed), seed=seed, resamples=500) for seed in range(40)]
-    covered = sum(change.lo <= 0.12 <= change.hi for change in found if change is not None)
-    assert covered >= 34, "of 40 intervals of 95%, fewer than 34 hold the truth once in 1,500 times"
+    assert covered(0.12, found) >= least(40)
+    assert all(change is not None and change.lo > 0.0 for change in found), "an effect of this size is always seen"
     assert np.mean([change.diff for change in found if change is not None]) == pytest.approx(0.12, abs=0.01)
     assert found[0] is not None and found[0].sentence().endswith("n = 1,000 pairs")
+
+
+def test_a_cohort_without_an_effect() -> None:
+    cohorts = [cohort(seed, share=0.0) for seed in range(60)]
+    found = [paired_bootstrap(*sides, seed=seed, resamples=500) for seed, sides in enumerate(cohorts)]
+    assert covered(0.0, found) >= least(60)
+    p = [flips(*outcomes(*sides)).p for sides in cohorts]
+    assert sum(value <= 0.05 for value in p) <= 60 - least(60) and min(p) > 1e-5
+
+
+def test_before_and_after_exchanged_change_the_sign_and_nothing_else() -> None:
+    before, after = cohort(3)
+    there, back = paired_bootstrap(before, after), paired_bootstrap(after, before)
+    assert there is not None and back is not None
+    assert (back.diff, back.lo, back.hi) == pytest.approx((-there.diff, -there.hi, -there.lo), abs=1e-9)
+    won, lost = flips(*outcomes(before, after)), flips(*outcomes(after, before))
+    assert (won.won, won.lost, won.p) == (lost.lost, lost.won, lost.p) and won.p < 1e-5
+    assert (won.won - won.lost) / won.pairs == pytest.approx(there.diff), "both count the same pairs"
+
+
+def outcomes(before: dict[Cell, list[float]], after: dict[Cell, list[float]]) -> tuple[list[bool], list[bool]]:
+    return [before[cell] == [1.0] for cell in before], [after[cell] == [1.0] for cell in before]
 
 
 def test_savings_by_hand() -> None:
