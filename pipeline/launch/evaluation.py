@@ -19,15 +19,15 @@ from typing import Any
 
 from pipeline.config import Config, UserError
 from pipeline.harness.base import get_harness, harness_root
+from pipeline.launch.cohort import RESERVED, pin_cohort
 from pipeline.launch.data import load_split, split_size
 from pipeline.launch.local import claim, living
 from pipeline.launch.run_directory import Attempt, RunDirectory
 from pipeline.records import RolloutRecord
-from pipeline.report.metrics import evaluation_metrics
+from pipeline.report.measures import evaluation_metrics
 from pipeline.report.store import write_json
-from pipeline.stages.evaluation import Cells, evaluation_specs, read_cells
+from pipeline.stages.evaluation import Cells, evaluation_specs, read_cells, read_tries
 
-RESERVED = ("before", "after")  # labels of the evaluations that training makes
 PIN = "weights.json"
 SUBMITTED = "submitted.json"
 FINISHED = "finished.json"
@@ -100,9 +100,10 @@ def _check_pin(run: RunDirectory, job: EvaluationJob) -> None:
         )
 
 
-def pin(run: RunDirectory, job: EvaluationJob) -> None:
-    """Keep which weights the label is of. Raises UserError when it is of others."""
+def pin(config: Config, run: RunDirectory, job: EvaluationJob) -> None:
+    """Keep which weights the label is of, and which cohort. Raises UserError when it is of others."""
     _check_pin(run, job)
+    pin_cohort(config, run, job.label, job.harnesses)
     if pinned(run, job.label) is None:
         write_json(run.evaluation(job.label) / PIN, {"weights": job.weights})
 
@@ -151,11 +152,12 @@ def _agree(agreement: Path, jobs: Sequence[EvaluationJob]) -> list[EvaluationJob
 def evaluate(config: Config, run: RunDirectory, job: EvaluationJob) -> Cells:
     """Try every cell of the job that lacks a grade. Returns the cells as they are then.
 
-    Raises FencedOff when another job took the same cells over, CheckpointError when the weights are gone.
+    Raises UserError when the evaluation began with another cohort, FencedOff when another job took the same cells over,
+    CheckpointError when the weights are gone.
     """
     from pipeline.stages.weights import model_dir
 
-    pin(run, job)
+    pin(config, run, job)
     cells = job_cells(config, run, job)
     if not cells.done:
         attempt = _claim(run, job)
@@ -222,6 +224,11 @@ def labels(run: RunDirectory) -> list[str]:
     root = run.root / "evaluation"
     found = [path.name for path in root.iterdir() if (path / PIN).exists()] if root.is_dir() else []
     return sorted(found, key=lambda label: (update_of(pinned(run, label) or "") or 0, label))
+
+
+def tries(run: RunDirectory, label: str) -> list[RolloutRecord]:
+    """Every try of every rollout of an evaluation, without its rows."""
+    return read_tries(run.evaluation(label))
 
 
 def records(run: RunDirectory, label: str) -> list[RolloutRecord]:

@@ -109,7 +109,7 @@ def submit(config: Config, run: RunDirectory, pairs: Sequence[EvaluationJob]) ->
     programs = [EvaluationProgram(asdict(config), str(run.root), asdict(pair)) for pair in pairs]
     array = slurm.send_all(executor, programs)[0].partition("_")[0]
     for pair in pairs:
-        pin(run, pair)
+        pin(config, run, pair)
         write_json(run.evaluation(pair.label) / "jobs" / SUBMITTED, {"array": array})
     return array
 

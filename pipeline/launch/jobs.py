@@ -116,6 +116,8 @@ def evaluate(config: Config) -> int:
         return evaluation_jobs.launch(config, run, jobs)
     if config.cluster.name == "local":
         evaluation.refuse_living(run, jobs)
+    for job in jobs:  # every task of an array writes the same down, whichever its share
+        evaluation.pin(config, run, job)
     told = [
         _tell_evaluation(job.label, evaluation.evaluate(config, run, job)) for job in evaluation.own_part(run, jobs)
     ]

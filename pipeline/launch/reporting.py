@@ -15,18 +15,20 @@ from rich.markup import escape
 
 from pipeline.config import Config
 from pipeline.harness.base import get_harness, register
+from pipeline.launch.cohort import RESERVED, read_cohort
 from pipeline.launch.data import split_size
-from pipeline.launch.evaluation import labels, late_results, pinned, planned_of, records
+from pipeline.launch.evaluation import labels, late_results, pinned, planned_of, records, tries
 from pipeline.launch.local import living
 from pipeline.launch.report_page import compare, page_run
 from pipeline.launch.run_directory import RunDirectory
 from pipeline.launch.slurm import SlurmError, queued
 from pipeline.records import RolloutRecord
 from pipeline.report.difficulty_table import print_difficulty
+from pipeline.report.measures import retries
 from pipeline.report.metrics import MetricsLog, read_metrics
 from pipeline.report.page import PageRun, write_page
 from pipeline.report.plot import learning_curve
-from pipeline.report.results import Meta, build_results, checkpoint_summary, write_results
+from pipeline.report.results import Evaluated, Meta, build_results, checkpoint_summary, compared, write_results
 from pipeline.report.store import write_text
 from pipeline.report.table import change_sentences, markdown_table, print_results
 from pipeline.stages.evaluation import INCOMPLETE
@@ -124,16 +126,40 @@ def _show_runs(
 def run_results(config: Config, run: RunDirectory, metrics: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """The contents of results.json, from what the run has so far. Writes nothing."""
     before, after = records(run, "before"), records(run, "after")
-    return build_results(before, after, metrics, _meta(config, run, [*before, *after]), _checkpoints(config, run))
+    begun = [*RESERVED, *labels(run)]
+    return build_results(
+        before,
+        after,
+        metrics,
+        _meta(config, run, [*before, *after]),
+        _checkpoints(config, run),
+        cohorts={label: cohort for label in RESERVED if (cohort := read_cohort(run, label))},
+        retries={label: retries(own) for label in begun if (own := tries(run, label))},
+    )
 
 
 def _checkpoints(config: Config, run: RunDirectory) -> list[dict[str, Any]]:
-    """The evaluations of checkpoints, in the order of their updates."""
+    """The evaluations of checkpoints, in the order of their updates, each against the base weights."""
     found = {label: records(run, label) for label in labels(run)}
-    return [
-        checkpoint_summary(label, update_of(pinned(run, label) or ""), own, planned_of(config, run, label, own))
-        for label, own in found.items()
-    ]
+    base = _base(config, run)
+    made = []
+    for label, own in found.items():
+        planned, cohort = planned_of(config, run, label, own), read_cohort(run, label)
+        side = Evaluated(own, sum(planned.values()), cohort)
+        against = {"label": base[0], **compared(base[1], side, config.seed)} if base and base[0] != label else None
+        made.append(checkpoint_summary(label, update_of(pinned(run, label) or ""), own, planned, cohort, against))
+    return made
+
+
+def _base(config: Config, run: RunDirectory) -> tuple[str, Evaluated] | None:
+    """The evaluation of the base weights: training's own, else the first that `yoke evaluate` made."""
+    names = ["before", *(label for label in labels(run) if pinned(run, label) == "base")]
+    for label in names:
+        if own := records(run, label):
+            of_job = sum(planned_of(config, run, label, own).values())
+            planned = _planned(config, run) if label in RESERVED else of_job
+            return label, Evaluated(own, planned, read_cohort(run, label))
+    return None
 
 
 def _log_late_results(config: Config, run: RunDirectory) -> None:

@@ -11,11 +11,13 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 from pipeline.config import Config, UserError
 from pipeline.engine.transfer import SyncTimings
 from pipeline.launch.checkpoint_evaluations import CheckpointEvaluations
+from pipeline.launch.cohort import pin_cohort
 from pipeline.launch.coordinator import FLUSH_S, Coordinator, Engine, aside_text
 from pipeline.launch.data import load_splits
 from pipeline.launch.draws import open_schedule
@@ -26,7 +28,8 @@ from pipeline.launch.run_directory import RENDEZVOUS_S, STALL_S, Attempt
 from pipeline.launch.snapshotter import Snapshotter
 from pipeline.launch.storage import Saving
 from pipeline.launch.team import Target, TrainerTeam
-from pipeline.report.metrics import MetricsLog, begin_metrics, evaluation_metrics, group_metrics, rollout_metrics
+from pipeline.report.measures import evaluation_metrics
+from pipeline.report.metrics import MetricsLog, begin_metrics, group_metrics, rollout_metrics
 from pipeline.report.store import point, write_json
 from pipeline.stages import difficulty
 from pipeline.stages.evaluation import Cells, evaluation_specs
@@ -310,6 +313,8 @@ class TrainerRank:
         evaluation = self.config.evaluation
         specs = evaluation_specs(self.test_tasks, self.config.mix.harnesses, evaluation.rollouts_per_task)
         directory = self.run.evaluation(label)
+        pin = partial(pin_cohort, self.config, self.run, label, self.config.mix.harnesses)
+        self.storage.insist(f"write {directory}", pin)
         cells = self.storage.insist(f"read {directory}", lambda: Cells(directory, specs, evaluation.retries))
         with self._phase(f"evaluate_{label}"):
             self._work_through(cells)

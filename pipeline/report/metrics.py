@@ -125,20 +125,6 @@ def group_metrics(
     return _known(values)
 
 
-def evaluation_metrics(records: Sequence[RolloutRecord], planned: int | None = None) -> dict[str, float]:
-    """``eval/…`` over all harnesses and by harness. ``planned`` rollouts, if given, make ``eval/coverage``."""
-    values: dict[str, float | None] = {
-        "eval/pass@1": pass_rate(records),
-        "eval/coverage": len(graded(records)) / (planned or len(records)) if records else None,
-    }
-    for harness, own in by_harness(records).items():
-        values[f"eval/{harness}/pass@1"] = pass_rate(own)
-        values[f"eval/{harness}/tool_calls"] = mean_tool_calls(own)
-        values[f"eval/{harness}/malformed_rate"] = malformed_rate(own)
-        values[f"eval/{harness}/tool_log_difference"] = log_difference(own)
-    return _known(values)
-
-
 def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
     """One entry an update, in order. What was logged again counts as logged last.
 

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import platform
 import subprocess
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
 from typing import Any, TypedDict
 
 from pipeline.records import RolloutRecord
+from pipeline.report.cohort import Cohort, compare_cohorts
+from pipeline.report.measures import pass_at, rates
 from pipeline.report.metrics import (
     by_harness,
     graded,
@@ -25,6 +27,8 @@ from pipeline.report.statistics import Cell, Difference, Savings, flips, paired_
 from pipeline.report.store import write_json
 
 SCHEMA = 1
+LEVELS = ("trivial", "easy", "medium", "hard", "expert")  # in this order, others after them
+NO_LEVEL = "not given"
 SYNC = "perf/weight_sync_s"
 STALENESS = "sample/staleness_max"
 
@@ -50,19 +54,25 @@ def build_results(
     metrics: Sequence[Mapping[str, Any]],
     meta: Meta,
     checkpoints: Sequence[Mapping[str, Any]] = (),
+    *,
+    cohorts: Mapping[str, Cohort] = {},
+    retries: Mapping[str, Mapping[str, Any]] = {},
 ) -> dict[str, Any]:
     """The contents of results.json. An evaluation that did not run is an empty sequence and null in the file.
 
-    ``checkpoints``: what `checkpoint_summary` made of each evaluation of a checkpoint.
+    ``checkpoints``: what `checkpoint_summary` made of each evaluation of a checkpoint. ``cohorts`` and ``retries``:
+    label of the evaluation → its cohort.json, and what `measures.retries` counted of it.
     """
     planned = meta["planned"]
+    old, new = cohorts.get("before"), cohorts.get("after")
     return {
         "schema": SCHEMA,
-        "before": evaluation_summary(before, planned),
-        "after": evaluation_summary(after, planned),
-        "difference": difference_summary(before, after, meta["seed"]),
+        "before": evaluation_summary(before, planned, old),
+        "after": evaluation_summary(after, planned, new),
+        **compared(Evaluated(before, planned, old), Evaluated(after, planned, new), meta["seed"]),
         "checkpoints": list(checkpoints),
-        "provisional": any(len(graded(side)) < planned for side in (before, after) if side),
+        "provisional": any(side and len(graded(side)) < planned for side in (before, after)),
+        "retries": dict(retries),
         "updates": max(_column(metrics, "update"), default=0),
         "rollouts": meta["rollouts"],
         "set_aside": meta["set_aside"],
@@ -81,37 +91,88 @@ def write_results(path: Path, results: Mapping[str, Any]) -> None:
     write_json(path, results)
 
 
-def evaluation_summary(records: Sequence[RolloutRecord], planned: int) -> dict[str, Any] | None:
+def evaluation_summary(
+    records: Sequence[RolloutRecord], planned: int, cohort: Cohort | None = None
+) -> dict[str, Any] | None:
     """Figures of one evaluation, and the same under ``harnesses`` by harness. None without a graded rollout."""
     if not graded(records):
         return None
-    whole = _figures(records)
-    whole["coverage"] = whole["n"] / planned if planned else 1.0
-    whole["harnesses"] = {harness: _figures(own) for harness, own in by_harness(records).items() if graded(own)}
+    levels = _levels(cohort)
+    whole = _figures(records, levels)
+    whole |= {"planned": planned, "coverage": whole["n"] / planned if planned else 1.0}
+    whole["provisional"] = whole["n"] < planned
+    whole |= _cohort_hashes(cohort)
+    parts = by_harness(records)
+    whole["harnesses"] = {harness: _figures(own, levels) for harness, own in parts.items() if graded(own)}
     return whole
 
 
 def checkpoint_summary(
-    label: str, update: int | None, records: Sequence[RolloutRecord], planned: Mapping[str, int]
+    label: str,
+    update: int | None,
+    records: Sequence[RolloutRecord],
+    planned: Mapping[str, int],
+    cohort: Cohort | None = None,
+    base: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """One checkpoint's evaluation: pass@1 with its interval over all harnesses and by harness, graded and planned.
+    """One checkpoint's evaluation: its figures with how many are graded and planned, over all harnesses and by harness.
 
-    ``planned``: rollouts by harness. pass@1 and interval are null while none is graded.
+    ``planned``: rollouts by harness. pass@1 and interval are null while none is graded. ``base``: what `compared` found
+    between an evaluation of the base weights and this one, with that one's label.
     """
-    parts = by_harness(records)
+    parts, levels = by_harness(records), _levels(cohort)
     return {
         "label": label,
         "update": update,
-        **_grades(records, sum(planned.values())),
-        "harnesses": {harness: _grades(parts.get(harness, []), size) for harness, size in planned.items()},
+        **_grades(records, sum(planned.values()), levels),
+        **_cohort_hashes(cohort),
+        "provisional": len(graded(records)) < sum(planned.values()),
+        "base": base,
+        "harnesses": {harness: _grades(parts.get(harness, []), size, levels) for harness, size in planned.items()},
     }
 
 
-def _grades(records: Sequence[RolloutRecord], planned: int) -> dict[str, Any]:
-    known = graded(records)
-    passed = sum(solved(record) for record in known)
-    interval = list(wilson(passed, len(known))) if known else None
-    return {"pass@1": pass_rate(records), "interval": interval, "graded": len(known), "planned": planned}
+def _grades(records: Sequence[RolloutRecord], planned: int, levels: Mapping[str, str | None]) -> dict[str, Any]:
+    return {**_figures(records, levels), "graded": len(graded(records)), "planned": planned}
+
+
+def _levels(cohort: Cohort | None) -> dict[str, str | None]:
+    return {name: task["difficulty"] for name, task in cohort["tasks"].items()} if cohort else {}
+
+
+def _cohort_hashes(cohort: Cohort | None) -> dict[str, str | None]:
+    """Both None: an evaluation from before cohorts were pinned."""
+    return {"cohort": cohort["sha256"] if cohort else None, "graders": cohort["graders_sha256"] if cohort else None}
+
+
+@dataclass(frozen=True)
+class Evaluated:
+    """One side of a comparison: its rollouts, how many there should be, and what they are of."""
+
+    records: Sequence[RolloutRecord]
+    planned: int
+    cohort: Cohort | None = None
+
+    @property
+    def whole(self) -> bool:
+        """Whether every planned rollout is graded."""
+        return len(graded(self.records)) >= self.planned
+
+
+def compared(old: Evaluated, new: Evaluated, seed: int) -> dict[str, Any]:
+    """``difference``, whether the two evaluations are ``comparable`` (null: not known) and in what each ``differs``.
+
+    The difference is null while a rollout lacks its grade, and where tasks or graders are not the same.
+    """
+    if not (old.records and new.records):
+        return {"difference": None, "comparable": None, "differs": []}
+    verdict = compare_cohorts(old.cohort, new.cohort)
+    meant = verdict.headline and old.whole and new.whole
+    return {
+        "difference": difference_summary(old.records, new.records, seed) if meant else None,
+        "comparable": verdict.comparable,
+        "differs": list(verdict.differs),
+    }
 
 
 def difference(before: Sequence[RolloutRecord], after: Sequence[RolloutRecord], seed: int = 0) -> Difference | None:
@@ -161,19 +222,39 @@ def git_commit() -> str | None:
     return f"{head}+dirty" if _git(root, "status", "--porcelain", "--untracked-files=no") else head
 
 
-def _figures(records: Sequence[RolloutRecord]) -> dict[str, Any]:
+def _figures(records: Sequence[RolloutRecord], levels: Mapping[str, str | None]) -> dict[str, Any]:
     known = graded(records)
-    passed = sum(solved(record) for record in known)
     return {
-        "pass@1": pass_rate(records),
-        "n": len(known),
-        "interval": list(wilson(passed, len(known))),
+        **_grade(known),
+        "pass@k": pass_at(records),
+        **rates(records),
         "tool_calls": mean_tool_calls(records),
         "malformed_rate": malformed_rate(records),
         "tool_log_difference": log_difference(records),
+        "difficulty": _by_difficulty(records, levels),
         "outcomes": dict(sorted(Counter(record.outcome.value for record in records).items())),
         "ungraded": len(records) - len(known),
     }
+
+
+def _by_difficulty(records: Sequence[RolloutRecord], levels: Mapping[str, str | None]) -> dict[str, dict[str, Any]]:
+    """Level → n, pass@1 and its interval; {} when no task has a level. ``levels``: task → level."""
+    if not any(levels.values()):
+        return {}
+    parts: dict[str, list[RolloutRecord]] = defaultdict(list)
+    for record in graded(records):
+        parts[levels.get(record.task_id) or NO_LEVEL].append(record)
+    return {level: _grade(parts[level]) for level in sorted(parts, key=_order)}
+
+
+def _order(level: str) -> tuple[int, str]:
+    return (LEVELS.index(level.lower()) if level.lower() in LEVELS else len(LEVELS) + (level == NO_LEVEL), level)
+
+
+def _grade(known: Sequence[RolloutRecord]) -> dict[str, Any]:
+    passed = sum(map(solved, known))
+    interval = list(wilson(passed, len(known))) if known else None
+    return {"pass@1": pass_rate(known), "n": len(known), "interval": interval}
 
 
 def _difference_figures(

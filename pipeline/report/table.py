@@ -31,16 +31,29 @@ def table_rows(results: Results) -> Iterator[tuple[str, ...]]:
 
 def closing_sentence(results: Results) -> str:
     """The change in one sentence, what speaks against trusting it, and a warning when rollouts are missing."""
-    change = results["difference"]
-    text = (
-        f"Held-out pass@1: {change['sentence']}."
-        if change
-        else "Held-out pass@1 was not measured both before and after."
-    )
+    text = f"{_headline(results)}."
     text += _log_sentence(results["after"] or results["before"])
     for harness, reason in results["set_aside"].items():
         text += f" {harness} was set aside during training: {reason}."
-    return text + (" Provisional: some rollouts are ungraded." if results["provisional"] else "")
+    return text + (f" Provisional: {_missing(results)}." if results["provisional"] else "")
+
+
+def _headline(results: Results) -> str:
+    """The change, or why there is none to tell."""
+    change, differs = results["difference"], "; ".join(results.get("differs", ()))
+    if change:
+        return f"Held-out pass@1: {change['sentence']}" + (f". Not like with like: {differs}" if differs else "")
+    if not (results["before"] and results["after"]):
+        return "Held-out pass@1 was not measured both before and after"
+    if results["provisional"]:
+        return "The change in pass@1 is not told before every rollout is graded"
+    return f"The two evaluations cannot be compared: {differs}"
+
+
+def _missing(results: Results) -> str:
+    sides = {name: results[name] for name in ("before", "after") if results[name]}
+    parts = [f"{name} {side['n']:,} of {side['planned']:,}" for name, side in sides.items()]
+    return f"rollouts graded: {', '.join(parts)}; the same command tries the others again"
 
 
 def comparison_sentences(results: Results) -> Iterator[tuple[str, str]]:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.records import GroupSpec, RolloutRecord, TaskRef
-from pipeline.report.store import read_group, write_new_group
+from pipeline.report.store import read_figures, read_group, write_new_group
 
 INCOMPLETE = 3  # exit code of a job whose evaluation still lacks grades
 
@@ -160,6 +160,12 @@ def read_cells(directory: Path) -> list[RolloutRecord]:
     written = _names(directory)
     cells = sorted(name for name in written if name.endswith(".parquet") and not name.startswith("."))
     return [record for name in cells for record in _read(directory / name, written)]
+
+
+def read_tries(directory: Path) -> list[RolloutRecord]:
+    """What every try of every cell under ``directory`` gave, without rows: what was not graded too."""
+    cells = sorted(name for name in _names(directory) if ".parquet" in name and not name.startswith("."))
+    return [record for name in cells for record in read_figures(directory / name)]
 
 
 def write_cell(path: Path, records: Sequence[RolloutRecord]) -> Path:

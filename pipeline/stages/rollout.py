@@ -74,13 +74,16 @@ class Workshop:
         """``roll_out``, with the trace of the last try."""
         task = await asyncio.to_thread(load_task, spec.task.path)
         failures: list[str] = []
+        causes: list[str] = []
         while True:
             record, trace = await self._try(spec, task, index, timeout_s or self.harness.timeout_s)
-            record = replace(record, info=record.info | {"tries": len(failures) + 1, "failures": list(failures)})
+            tried = {"tries": len(failures) + 1, "failures": list(failures), "causes": list(causes)}
+            record = replace(record, info=record.info | tried)
             if record.outcome is not Outcome.INFRASTRUCTURE:
                 break
             self.counters[f"infrastructure: {record.verdict.reason[:80]}"] += 1
             failures.append(record.verdict.reason)
+            causes.append(record.info["cause"])
             if len(failures) > self.harness.retries:
                 break
         self.counters[f"outcome: {record.outcome}"] += 1

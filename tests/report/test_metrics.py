@@ -13,7 +13,8 @@ from logged import ours
 
 from pipeline.config import LoggingConfig
 from pipeline.records import Outcome, PolicyVersion, RolloutRecord, TrainGroup
-from pipeline.report.metrics import MetricsLog, evaluation_metrics, group_metrics, read_metrics, rollout_metrics
+from pipeline.report.measures import evaluation_metrics
+from pipeline.report.metrics import MetricsLog, group_metrics, read_metrics, rollout_metrics
 
 Make = Callable[..., RolloutRecord]
 SILENT = LoggingConfig(wandb="disabled")
