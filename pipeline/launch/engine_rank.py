@@ -22,6 +22,7 @@ from pipeline.capture.supervisor import ShardSupervisor
 from pipeline.config import Config, UserError
 from pipeline.engine.server import SERVED_MODEL_NAME, EngineServer
 from pipeline.harness.base import harness_root
+from pipeline.hub import local_model
 from pipeline.launch.coordinator import LONG_POLL_S, spec_from_json
 from pipeline.launch.health import HealthProbe
 from pipeline.launch.kept import KeptRollouts, group_name, rollout_name
@@ -166,7 +167,8 @@ class EngineRank:
     async def _start_engine(self) -> None:
         if not self.restarts:
             await asyncio.to_thread(refuse_node, self.config)
-        self.server.start(self.config.model.path, self._engine_seed())
+        model = await asyncio.to_thread(local_model, self.config.model.path)
+        self.server.start(model, self._engine_seed())
         await asyncio.to_thread(self.server.wait_ready, self.config.engine.start_timeout_s)
         await asyncio.to_thread(self.server.warm_up)
         if not self.restarts:

@@ -11,6 +11,7 @@ from pipeline.config import ClusterConfig, Config, UserError, check_algorithm, c
 from pipeline.engine.device import transfer_kind
 from pipeline.engine.server import reserve_port
 from pipeline.harness.base import HarnessRecipe, get_harness, harness_root
+from pipeline.hub import cached_file, split
 from pipeline.launch.data import load_split
 from pipeline.launch.evaluation_jobs import evaluation_cluster
 from pipeline.launch.preflight_machine import ROOM_GB, free_gb
@@ -124,21 +125,14 @@ def _check_names(config: Config) -> None:
 def _check_model(config: Config) -> None:
     path = Path(config.model.path).expanduser()
     looks_local = path.is_absolute() or config.model.path.startswith((".", "~")) or path.parts[1:2] == ()
-    if not (path / "config.json").is_file() and (looks_local or not _in_hub_cache(config.model.path)):
+    if not (path / "config.json").is_file() and (looks_local or not cached_file(config.model.path, "config.json")):
+        name, revision = split(config.model.path)
+        wanted = f" --revision {revision}" if revision else ""
+        fetch = "" if looks_local else f" (hf download {name}{wanted})"
         raise UserError(
             f"model.path={config.model.path}: no such checkpoint directory (config.json is missing there), "
-            "and no model of that name in the local hub cache"
+            f"and no model of that name in the local hub cache{fetch}"
         )
-
-
-def _in_hub_cache(name: str) -> bool:
-    from huggingface_hub import try_to_load_from_cache
-    from huggingface_hub.errors import HFValidationError
-
-    try:
-        return isinstance(try_to_load_from_cache(name, "config.json"), str)
-    except HFValidationError:
-        return False
 
 
 def _check_harnesses(config: Config) -> None:

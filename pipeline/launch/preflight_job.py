@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.text import Text
 
 from pipeline.config import Config, UserError
+from pipeline.hub import local_model
 from pipeline.launch.evaluation_jobs import on_slurm
 from pipeline.launch.preflight_check import FAILED, NEEDS, OK, SKIPPED, Check, Forward, Grounds, Result
 from pipeline.launch.preflight_table import CHECKS, look, made_with
@@ -60,7 +61,7 @@ def _start_engine(config: Config, stack: ExitStack) -> str:
     )
     server = EngineServer(config.engine, config.model, scratch / "vllm.log", scratch)
     stack.callback(server.close)
-    server.start(config.model.path)
+    server.start(local_model(config.model.path))
     server.wait_ready()
     server.warm_up()
     return server.url

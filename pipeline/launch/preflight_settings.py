@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.config import Config
+from pipeline.hub import cached_file
 from pipeline.launch.preflight_check import Grounds, Refused
 from pipeline.launch.run_directory import STALL_S
 from pipeline.stages.harness_check_result import read, results_place
@@ -166,16 +167,7 @@ def _positions(model_path: str) -> int | None:
 def model_file(model_path: str, name: str) -> Path | None:
     """A file of a checkpoint directory, or of a hub's model in the local cache."""
     place = Path(model_path).expanduser() / name
-    if place.is_file():
-        return place
-    from huggingface_hub import try_to_load_from_cache
-    from huggingface_hub.errors import HFValidationError
-
-    try:
-        found = try_to_load_from_cache(model_path, name)
-    except HFValidationError:
-        return None
-    return Path(found) if isinstance(found, str) else None
+    return place if place.is_file() else cached_file(model_path, name)
 
 
 # --- time

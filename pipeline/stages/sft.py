@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.config import Config, UserError, check_sft, check_training
+from pipeline.hub import local_model
 from pipeline.records import Row
 from pipeline.report.bar import Bar
 from pipeline.report.metrics import MetricsLog
@@ -60,9 +61,7 @@ def make_rows(config: Config, place: Path) -> Counter[str]:
     """Write the rows of all recordings, and what became of the turns. Raises UserError when there is no row."""
     from transformers import AutoTokenizer, GenerationConfig
 
-    from pipeline.training.trainer import resolve_model
-
-    source = resolve_model(config.model.path)
+    source = local_model(config.model.path)
     try:
         tokenizer = AutoTokenizer.from_pretrained(source, local_files_only=True)
         defaults = GenerationConfig.from_pretrained(source).eos_token_id if _has_defaults(source) else None

@@ -9,6 +9,7 @@ import re
 from pathlib import Path
 
 from pipeline.config import Config, UserError
+from pipeline.hub import local_model
 
 BASE, NEWEST, ALL = "base", "newest", "all"
 _NAME = re.compile(r"(?:\d+-)?\d+-update-(\d+)")
@@ -51,7 +52,7 @@ def select(wanted: str, names: list[str]) -> list[str]:
 def model_dir(config: Config, checkpoints: Path, models: Path, name: str) -> Path:
     """Where an engine can load the weights ``name`` from, exported just now if need be. Raises CheckpointError."""
     if name == BASE:
-        return Path(config.model.path)
+        return local_model(config.model.path)
     from pipeline.training import checkpoint
 
     place = models / name

@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from pipeline.config import LoraConfig
+from pipeline.hub import local_model
 from pipeline.training import checkpoint, lora
 
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".safetensors.index.json", ".bin.index.json")
@@ -43,9 +44,9 @@ def export_checkpoint(model_path: str, trained: Path, target: Path, dtype: str) 
 
     Raises CheckpointError when it cannot be read (it may have been pruned meanwhile) or the export cannot be written.
     """
-    from pipeline.training.trainer import ENGINE_TAG, load_model, resolve_model
+    from pipeline.training.trainer import ENGINE_TAG, load_model
 
-    source = resolve_model(model_path)
+    source = local_model(model_path)
     model = load_model(source, getattr(torch, dtype))
     settings = LoraConfig(**checkpoint.read_json(trained / checkpoint.STATE_FILE)["lora"])
     if settings.rank is not None:

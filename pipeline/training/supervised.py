@@ -25,10 +25,11 @@ from trl import SFTConfig as TrlConfig
 from trl import SFTTrainer
 
 from pipeline.config import SftConfig, TrainingConfig, check_sft
+from pipeline.hub import local_model
 from pipeline.training import checkpoint, distributed
 from pipeline.training.deepspeed_engine import compile_nothing, deepspeed_config, quiet_deepspeed
 from pipeline.training.export import write_model
-from pipeline.training.trainer import load_model, resolve_model
+from pipeline.training.trainer import load_model
 
 IGNORED = -100
 METRICS = {  # TRL's name: ours
@@ -68,7 +69,7 @@ class Supervised:
         distributed.seed_everything(seed)
         compile_nothing()
         self.root, self.training = root, training
-        self.source = resolve_model(model_path)
+        self.source = local_model(model_path)
         arguments = _arguments(root, training, sft, seed, self.device)  # before the model: ZeRO-3 loads it in shards
         tokenizer = AutoTokenizer.from_pretrained(self.source, local_files_only=True)
         with _quiet():

@@ -24,6 +24,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from pipeline.config import AlgorithmConfig, TrainingConfig, UserError, check_algorithm, check_training
+from pipeline.hub import local_model
 from pipeline.records import PolicyVersion, TrainGroup
 from pipeline.training import checkpoint, distributed, lora
 from pipeline.training.batch import (
@@ -81,7 +82,7 @@ class Trainer:
         self.training, self.algorithm, self.total_updates = training, algorithm, total_updates
         self.updates = 0
         self.policy_version: PolicyVersion | None = None
-        self.source = resolve_model(model_path)
+        self.source = local_model(model_path)
         model = load_model(self.source, torch.bfloat16 if self.device.type == "cuda" else torch.float32)
         if training.lora.rank is not None:
             lora.attach(model, training.lora)
@@ -330,21 +331,6 @@ def learning_rate(training: TrainingConfig, update: int, total: int) -> float:
     span = total - 1 - start
     progress = min(1.0, max(0.0, (update - start) / span)) if span > 0 else 0.0
     return training.learning_rate * (1 - progress * (1 - training.min_lr_ratio))
-
-
-def resolve_model(model_path: str | Path) -> Path:
-    """The local directory of a checkpoint, from a path or a hub id."""
-    if Path(model_path).is_dir():
-        return Path(model_path)
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
-
-    try:
-        return Path(snapshot_download(str(model_path)))
-    except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
-        raise UserError(
-            f"model.path={model_path} is neither a directory nor a model that the hub gives: {error}"
-        ) from error
 
 
 def load_model(path: Path, dtype: torch.dtype) -> PreTrainedModel:
