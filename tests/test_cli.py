@@ -21,7 +21,7 @@ from pipeline.config import UserError
         ("timeout_min=3", "there is no setting timeout_min; perhaps cluster.timeout_min"),
         ("++training.x=3", "there is no setting training.x ("),
         ("zebra={a: 1}", "there is no setting zebra ("),
-        ("+experiment=smok", "there is no experiment/smok; one of: four_harness, quickstart, smoke, warm_start"),
+        ("+experiment=smok", "there is no experiment/smok; one of: ablation_loss, four_harness, four_harness_parity, "),
         ("cluster=slrm", "there is no cluster/slrm; one of: allocation, local, slurm"),
         ("cluster.srun=[--mpi=none]", "quote words with signs in them"),
         ("run_dir=", "run_dir= is empty"),
