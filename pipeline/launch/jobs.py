@@ -246,9 +246,9 @@ def report(config: Config, words: Sequence[str] = ()) -> int:
     runs = [RunDirectory(Path(place).absolute()) for place in dict.fromkeys(places)]
     form = REPORT_FORMS[flags[0]] if flags else ""
     if any(is_sweep(run.root) for run in runs):
-        if len(runs) > 1 or form:
-            raise UserError("yoke report takes a sweep by itself, without --json or --md; or several runs")
-        return _report_sweep(runs[0])
+        if len(runs) > 1:
+            raise UserError("yoke report takes a sweep by itself, or several runs")
+        return _report_sweep(runs[0], form)
     if len(runs) > 1:
         return _report_several(runs, form)
     made_with = runs[0].saved_config()
@@ -276,10 +276,10 @@ def _report_several(runs: Sequence[RunDirectory], form: str) -> int:
     return report_runs(runs, form)
 
 
-def _report_sweep(sweep: RunDirectory) -> int:
+def _report_sweep(sweep: RunDirectory, form: str) -> int:
     from pipeline.launch.sweep_report import report_sweep
 
-    return report_sweep(sweep.root)
+    return report_sweep(sweep.root, form)
 
 
 def _open(

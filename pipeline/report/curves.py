@@ -11,7 +11,8 @@ from pipeline.report.table import ALL
 
 Metrics = Sequence[Mapping[str, Any]]
 
-BY_HARNESS = (
+# Metric, title of its chart, whether it is a fraction.
+LEARNING = (
     ("reward", "Reward", False),
     ("pass_rate", "Pass rate in training", True),
     ("tool_calls", "Tool calls a rollout", False),
@@ -34,21 +35,21 @@ def learning_charts(metrics: Metrics) -> list[Chart]:
     """Reward, pass rate, tool calls and malformed calls, a line a harness."""
     names = harnesses(metrics)
     return [
-        Chart(title, [_series(metrics, f"{name}/{metric}", name, color) for color, name in enumerate(names)], percent)
-        for metric, title, percent in BY_HARNESS
+        Chart(title, [series(metrics, f"{name}/{metric}", name, color) for color, name in enumerate(names)], percent)
+        for metric, title, percent in LEARNING
     ]
 
 
 def staleness_charts(metrics: Metrics) -> list[Chart]:
     """How old the weights were that sampled what an update trains on."""
-    lines = [_series(metrics, metric, name, color) for color, (metric, name) in enumerate(STALENESS)]
+    lines = [series(metrics, metric, name, color) for color, (metric, name) in enumerate(STALENESS)]
     return [Chart("Staleness, updates", lines, top=1.0)]
 
 
 def throughput_charts(metrics: Metrics) -> list[Chart]:
     """Trained tokens a second of wall time, and where the time of an update goes."""
-    speed = _series(metrics, "perf/trained_tok_s_wall_clock", "all nodes", 0)
-    times = [_series(metrics, metric, name, color) for color, (metric, name) in enumerate(TIMES)]
+    speed = series(metrics, "perf/trained_tok_s_wall_clock", "all nodes", 0)
+    times = [series(metrics, metric, name, color) for color, (metric, name) in enumerate(TIMES)]
     return [Chart("Trained tokens a second", [speed]), Chart("Seconds an update", times)]
 
 
@@ -92,5 +93,6 @@ def _trend_line(name: str, color: int, own: Sequence[tuple[float, Mapping[str, A
     return Series(name, color, points, intervals, found.band if found else ()), found
 
 
-def _series(metrics: Metrics, metric: str, name: str, color: int) -> Series:
+def series(metrics: Metrics, metric: str, name: str, color: int) -> Series:
+    """The line of one metric, over the updates that have it."""
     return Series(name, color, [(entry["update"], entry[metric]) for entry in metrics if metric in entry])

@@ -54,11 +54,18 @@ class Book:
         return f'<div class="grid">{"".join(map(_figure, kept))}</div>' if kept else ""
 
 
-def table(caption: str, headings: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A table whose first column names the row. A line end parts a value from its detail."""
+def table(
+    caption: str, headings: Sequence[str], rows: Iterable[Sequence[str]], links: Mapping[str, str] | None = None
+) -> str:
+    """A table whose first column names the row. A line end parts a value from its detail.
+
+    ``links``: where the names of rows lead.
+    """
+    named = {name: f'<a href="{escape(place, quote=True)}">{escape(name)}</a>' for name, place in (links or {}).items()}
     head = "".join(f'<th scope="col">{escape(heading)}</th>' for heading in headings)
     body = "".join(
-        f'<tr{" class=all" if name == ALL else ""}><th scope="row">{escape(name)}</th>{"".join(map(_cell, cells))}</tr>'
+        f'<tr{" class=all" if name == ALL else ""}><th scope="row">{named.get(name) or escape(name)}</th>'
+        f"{''.join(map(_cell, cells))}</tr>"
         for name, *cells in rows
     )
     return scrolled(

@@ -53,8 +53,8 @@ def notes(points: Sequence[Row]) -> list[str]:
 def markdown(results: Row) -> str:
     """Table, table by harness and notes."""
     points = results["points"]
-    parts = [f"# Sweep {results['name']}", _markdown(HEADINGS, point_rows(points, _three_cells))]
-    if by_harness := list(harness_rows(points, _three_cells)):
+    parts = [f"# Sweep {results['name']}", _markdown(HEADINGS, point_rows(points, three_cells))]
+    if by_harness := list(harness_rows(points, three_cells)):
         parts.append(_markdown(BY_HARNESS, by_harness))
     return "\n\n".join([*parts, *notes(points)]) + "\n"
 
@@ -70,7 +70,8 @@ def print_sweep(results: Row, console: Console | None = None) -> None:
         console.print(note, highlight=False, markup=False)
 
 
-def _three_cells(before: Row | None, after: Row | None, change: Row | None) -> tuple[str, ...]:
+def three_cells(before: Row | None, after: Row | None, change: Row | None) -> tuple[str, ...]:
+    """A column each for before, after and the change."""
     return rate(before), rate(after), change_points(change)
 
 

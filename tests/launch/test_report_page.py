@@ -145,7 +145,7 @@ def test_a_sweep_goes_alone(config: Config, tmp_path: Path) -> None:
     (tmp_path / "sweep-x").mkdir()
     (tmp_path / "sweep-x" / "sweep.json").write_text("{}")
     with pytest.raises(UserError, match="a sweep by itself"):
-        jobs.report(compose_config([]), [str(tmp_path / "sweep-x"), "--json"])
+        jobs.report(compose_config([]), [str(tmp_path / "sweep-x"), str(tmp_path / "run")])
 
 
 def test_a_run_of_another_version_is_refused_in_one_line(config: Config) -> None:

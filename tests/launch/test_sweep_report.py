@@ -136,7 +136,8 @@ def test_the_report_of_a_sweep_in_all_states(root: Path, capsys: pytest.CaptureF
         and str(root / "report" / "curves.png") in shown
     )
     assert "25.0% of 8 (7 to 59)" in shown and "→ 75.0% of 8 (41 to 93)" in shown
-    assert max(map(len, shown.splitlines()[:-2])) <= 80, "it fits a terminal"
+    assert max(map(len, shown.splitlines()[:-3])) <= 80, "it fits a terminal"
+    check_page((root / "report" / "index.html").read_text())
     height, width = image.imread(root / "report" / "curves.png").shape[:2]
     assert width > 1500 and height > 500, "four beside each other, in two rows"
 
@@ -158,6 +159,36 @@ def check_states(points: dict[str, dict[str, Any]]) -> None:
     assert (points["queued"]["job"], points["running"]["job"]) == ("7", "8")
     assert points["failed"]["reason"] == "trainer rank: boom" and "job 9 ended" in points["lost"]["reason"]
     assert [points[name]["updates_planned"] for name in NAMES] == [0, 4, 4, 4, 4, 4, 4]
+
+
+def check_page(page: str) -> None:
+    assert '<th scope="col">seed</th>' in page
+    assert '<th scope="row">running</th><td>2</td><td>running</td><td>2/4</td>' in page
+    assert "<li>done: +50.0 points, n = 8 pairs (every task" in page and "in the first run and in another" in page
+    assert "failed: trainer rank: boom" in page and "have no page of their own yet" in page
+
+
+def test_the_page_compares_with_the_first_run_and_links_to_each(root: Path) -> None:
+    record = json.loads((root / "sweep.json").read_text())
+    wanted = {point["name"]: point for point in record["points"]}
+    write_json(root / "sweep.json", record | {"points": [wanted["done"], wanted["running"]]})
+    evaluated(RunDirectory(root / "running"), "after", {"pi": 2, "codex": 1}, 4)
+    (root / "running" / "report").mkdir()
+    (root / "running" / "report" / "index.html").touch()
+    report_sweep(root)
+    points, page = read(root), (root / "report" / "index.html").read_text()
+    assert points["done"]["against"] is None and points["running"]["against"]["pass@1"] == pytest.approx(-0.375)
+    assert '<th scope="row"><a href="../running/report/index.html">running</a></th>' in page
+    assert "running, pi: -50.0 points" in page and "<li>running: -37.5 points" in page
+    assert '<th scope="row">done</th>' in page, "it has no page of its own"
+
+
+def test_json_or_markdown_and_nothing_else(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    anything = compose_config([])
+    jobs.report(anything, [str(root), "--json"])
+    assert json.loads(capsys.readouterr().out) == json.loads((root / "report" / "results.json").read_text())
+    jobs.report(anything, [str(root), "--md"])
+    assert capsys.readouterr().out.strip() == (root / "report" / "table.md").read_text().strip()
 
 
 def check_figures(points: dict[str, dict[str, Any]]) -> None:

@@ -4,54 +4,20 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
-from html.parser import HTMLParser
 from typing import Any
 
 import pytest
-from browser import Page, browser, find_chromium
+from browser import Page
+from outline import outline
 from page_runs import EVIL, page_run
 
 from pipeline.report.markup import embedded
 from pipeline.report.page import PageRun, page, write_page
 
-VOID = {"meta", "link", "br", "img"}
 HEADINGS = [
     *("The run", "Before and after", "Training curves", "Checkpoints", "Shares by harness"),
     *("Staleness and throughput", "How rollouts ended", "How hard the tasks were", "Rollouts"),
 ]
-
-
-class Outline(HTMLParser):
-    """Elements as they nest; raises AssertionError where they do not. SVG's empty elements close themselves."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.open: list[str] = []
-        self.seen: list[tuple[str, dict[str, str | None]]] = []
-        self.scripts: list[str] = []
-
-    def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
-        self.seen.append((tag, dict(attributes)))
-        if tag not in VOID:
-            self.open.append(tag)
-
-    def handle_startendtag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
-        self.seen.append((tag, dict(attributes)))
-
-    def handle_endtag(self, tag: str) -> None:
-        assert self.open.pop() == tag
-
-    def handle_data(self, text: str) -> None:
-        if self.open and self.open[-1] == "script":
-            self.scripts.append(text)
-
-
-def outline(text: str) -> Outline:
-    parser = Outline()
-    parser.feed(text)
-    assert parser.open == []
-    return parser
 
 
 def test_text_of_a_run_cannot_become_part_of_the_page() -> None:
@@ -118,16 +84,11 @@ def test_several_runs_stand_side_by_side() -> None:
 
 
 @pytest.fixture(scope="module")
-def shown(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Page, str]]:
+def shown(chromium: Page, tmp_path_factory: pytest.TempPathFactory) -> tuple[Page, str]:
     """A browser, and the address of the page of a made-up run."""
-    program = find_chromium()
-    if program is None:
-        pytest.skip("no Chromium: tests/report/install_chromium.sh installs one")
-    place = tmp_path_factory.mktemp("page")
-    write_page(place / "index.html", [page_run()])
-    (place / "profile").mkdir()
-    with browser(program, place / "profile") as opened:
-        yield opened, (place / "index.html").as_uri()
+    path = tmp_path_factory.mktemp("page") / "index.html"
+    write_page(path, [page_run()])
+    return chromium, path.as_uri()
 
 
 @pytest.mark.slow
