@@ -6,7 +6,7 @@ override FRESH := $(if $(filter 1 true yes,$(FRESH)),fresh=true)
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help quickstart test install harnesses lint format lock soak slurm-test bench-proxy bench-reference gpu-smoke clean
+.PHONY: help quickstart test reproduce-small install harnesses lint format lock soak slurm-test bench-proxy bench-reference gpu-smoke clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 17
@@ -16,6 +16,9 @@ quickstart: harnesses  ## install everything, then train and evaluate a small mo
 
 test: harnesses  ## install everything, then run the tests (ARGS="-k word" chooses)
 	$(BIN)/python -m pytest -m "not soak" -n 2 --dist loadfile --no-loadscope-reorder --durations 15 $(ARGS)
+
+reproduce-small: install  ## every step of REPRODUCE.md with the small model, on a CPU (FRESH=1 starts over)
+	$(BIN)/python -m tools.reproduce $(if $(FRESH),--fresh) $(ARGS)
 
 install:  ## make or repair the environment in VENV (default .venv)
 	@python3 tools/install.py --venv $(VENV)
