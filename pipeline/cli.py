@@ -55,6 +55,7 @@ class Job:
     words: str = ""  # what it takes before its settings, for the usage; its function gets them as a second argument
     sweep: str = ""  # module:function that -m calls instead, with the parsed overrides and compose_config
     over_saved: bool = False  # its settings lie over those that the run directory was made with
+    own: tuple[str, ...] = ()  # words key=value that are its own, and no settings
 
 
 JOBS: dict[str, Job] = {
@@ -71,6 +72,13 @@ JOBS: dict[str, Job] = {
     "collect": Job("record a teacher's solved rollouts through the real harnesses (docs/sft.md)", "collect"),
     "sft": Job("supervised learning on what `yoke collect` recorded; RL starts from its model (docs/sft.md)", "sft"),
     "warm_start": Job("make the quick start's model again, from nothing", "warm_start"),
+    "import": Job(
+        "take over a published checkpoint, or a teacher's traces (docs/import.md)",
+        "pipeline.launch.imports:run",
+        words="model=… label=NAME | traces=… [label=NAME]",
+        over_saved=True,
+        own=("model", "traces", "label"),
+    ),
     "report": Job(
         "write the results, the table, the picture and the page of a run again; of several, side by side; of a sweep",
         "report",
@@ -313,7 +321,7 @@ def _run(given: list[str]) -> int:
     words = [word for word in given[1:] if word != "--cfg"]
     overrides = flags_as_overrides(words, job.group) if job.group else words
     if job.words:
-        overrides = [word for word in words if _is_setting(word)]
+        overrides = [word for word in words if _is_setting(word, job)]
     if any(flag in given for flag in SWEEP_FLAGS):
         return _sweep(given, job)
     if "--cfg" in given:
@@ -321,12 +329,14 @@ def _run(given: list[str]) -> int:
         return 0
     config = compose_over_saved(overrides) if job.over_saved else compose_config(overrides)
     register(config.harness.recipes)
-    return _function(job.function)(config, *([[word for word in words if not _is_setting(word)]] if job.words else []))
+    own = [[word for word in words if not _is_setting(word, job)]] if job.words else []
+    return _function(job.function)(config, *own)
 
 
-def _is_setting(word: str) -> bool:
+def _is_setting(word: str, job: Job) -> bool:
     """Whether a word of a job that takes others too is a setting: not a flag, nor a directory with an = in its name."""
-    return "=" in word and not word.startswith("-") and not Path(word).exists()
+    is_own = word.startswith("-") or word.partition("=")[0] in job.own
+    return "=" in word and not is_own and not Path(word).exists()
 
 
 def _sweep(given: list[str], job: Job) -> int:

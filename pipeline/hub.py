@@ -5,11 +5,14 @@ Nothing is downloaded but by `fetch`; huggingface_hub itself goes on with a down
 
 from __future__ import annotations
 
+import json
+import struct
 from collections.abc import Sequence
 from pathlib import Path
 
 from pipeline.config import UserError
 
+INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 HINT = "download it where a network is (hf download {name}{revision}), or give a local directory"
 
 
@@ -61,3 +64,23 @@ def local_model(name: str | Path) -> Path:
     """The directory of a checkpoint, from its path or its name on the hub. Raises UserError when there is none."""
     place = Path(name).expanduser()
     return place if place.is_dir() else fetch(str(name), f"model.path={name}")
+
+
+def model_file(model_path: str, name: str) -> Path | None:
+    """A file of a checkpoint directory, or of a hub's model in the local cache."""
+    place = Path(model_path).expanduser() / name
+    return place if place.is_file() else cached_file(model_path, name)
+
+
+def weight_shapes(model_path: str) -> dict[str, list[int]]:
+    """Tensor → shape, from the headers of a checkpoint's safetensors; of those files that are here."""
+    index = model_file(model_path, INDEX)
+    names = sorted(set(json.loads(index.read_text())["weight_map"].values())) if index else [SINGLE]
+    places = [place for name in names if (place := model_file(model_path, name))]
+    return {name: shape for place in places for name, shape in _shapes_in(place).items()}
+
+
+def _shapes_in(place: Path) -> dict[str, list[int]]:
+    with place.open("rb") as file:
+        header = json.loads(file.read(struct.unpack("<Q", file.read(8))[0]))
+    return {name: entry["shape"] for name, entry in header.items() if name != "__metadata__"}

@@ -44,7 +44,7 @@ def wrong(words: list[str]) -> str:
     if name not in JOBS:
         return f"there is no job {name}"
     job = JOBS[name]
-    rest = [word for word in rest if word not in ("--cfg", "--help")]
+    rest = [word for word in rest if word not in ("--cfg", "--help") and word.partition("=")[0] not in job.own]
     try:
         if job.group:
             rest = flags_as_overrides(rest, job.group)

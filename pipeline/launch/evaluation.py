@@ -64,10 +64,10 @@ class EvaluationAttempt(Attempt):
 
 def plan(config: Config, run: RunDirectory) -> list[EvaluationJob]:
     """One job for each of the weights that ``stage.checkpoint`` names. Raises UserError for a wrong stage.… setting."""
-    from pipeline.stages.weights import kept, select  # imports torch
+    from pipeline.stages.weights import imported, kept, select  # imports torch
 
     harnesses = _harnesses(config)
-    names = select(config.stage.checkpoint, kept(run.checkpoints, run.models))
+    names = select(config.stage.checkpoint, kept(run.checkpoints, run.models), imported(run.models))
     label = config.stage.label
     if label is not None and (len(names) > 1 or Path(label).name != label or label.startswith(".")):
         raise UserError(f"stage.label={label}: a plain name, and for one checkpoint only (here: {', '.join(names)})")

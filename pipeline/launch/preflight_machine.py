@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import resource
 import shutil
-import struct
 import tempfile
 from pathlib import Path
 
 from pipeline.config import Config
 from pipeline.engine.device import transfer_kind
+from pipeline.hub import model_file, weight_shapes
 from pipeline.launch.preflight_check import LATER, Grounds, NotHere, Refused
-from pipeline.launch.preflight_settings import figures, model_file, refuse_if
+from pipeline.launch.preflight_settings import figures, refuse_if
 
 ROOM_GB = 1.0  # beyond everything that can be told before
 GB = 1e9
@@ -74,23 +75,7 @@ def _trained_share(config: Config) -> float:
 
 def parameters(model_path: str) -> float:
     """How many parameters a checkpoint has, from the headers of its safetensors; 0 where it has none."""
-    index = model_file(model_path, "model.safetensors.index.json")
-    names = sorted(set(json.loads(index.read_text())["weight_map"].values())) if index else ["model.safetensors"]
-    places = [place for name in names if (place := model_file(model_path, name))]
-    return float(sum(map(_parameters_in, places)))
-
-
-def _parameters_in(place: Path) -> int:
-    with place.open("rb") as file:
-        header = json.loads(file.read(struct.unpack("<Q", file.read(8))[0]))
-    count = 0
-    for name, entry in header.items():
-        if name != "__metadata__":
-            size = 1
-            for length in entry["shape"]:
-                size *= length
-            count += size
-    return count
+    return float(sum(math.prod(shape) for shape in weight_shapes(model_path).values()))
 
 
 def size_of(folder: Path) -> int:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.config import Config
-from pipeline.hub import cached_file
+from pipeline.hub import model_file
 from pipeline.launch.preflight_check import Grounds, Refused
 from pipeline.launch.run_directory import STALL_S
 from pipeline.stages.harness_check_result import read, results_place
@@ -162,12 +162,6 @@ def _positions(model_path: str) -> int | None:
     scaling = known.get("rope_scaling") or known.get("rope_parameters") or {}
     stretched = scaling.get("rope_type", scaling.get("type", "default")) != "default"
     return None if stretched else known.get("max_position_embeddings")
-
-
-def model_file(model_path: str, name: str) -> Path | None:
-    """A file of a checkpoint directory, or of a hub's model in the local cache."""
-    place = Path(model_path).expanduser() / name
-    return place if place.is_file() else cached_file(model_path, name)
 
 
 # --- time

@@ -112,13 +112,14 @@ def recordings_in(place: Path) -> list[Path]:
 def read_rollouts(path: Path) -> Iterator[list[Turn]]:
     """The turns of each rollout, or of each conversation in others' data. Raises UserError for what it cannot read."""
     try:
-        for _, rows in groupby(enumerate(_rows_in(path)), lambda pair: pair[1].get("rollout") or pair[0]):
+        for _, rows in groupby(enumerate(rows_in(path)), lambda pair: pair[1].get("rollout") or pair[0]):
             yield [turn for _, row in rows for turn in _turns(row)]
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:  # a pyarrow error is a ValueError
         raise UserError(f"{path} does not hold messages and tools in Chat Completions form: {error!r}") from error
 
 
-def _rows_in(path: Path) -> Iterator[dict[str, Any]]:
+def rows_in(path: Path) -> Iterator[dict[str, Any]]:
+    """The rows of a file as they are. Raises OSError, ValueError for one that cannot be read."""
     if path.suffix == ".parquet":
         file = pq.ParquetFile(path)
         for group in range(file.num_row_groups):
@@ -130,16 +131,16 @@ def _rows_in(path: Path) -> Iterator[dict[str, Any]]:
 
 def _turns(row: dict[str, Any]) -> Iterator[Turn]:
     """A row of ours is one turn; in a conversation each assistant message is one."""
-    messages, tools = _parsed(row["messages"]), _parsed(row.get("tools")) or []
+    messages, tools = parsed(row["messages"]), parsed(row.get("tools")) or []
     if row.get("answer") is not None:
-        yield Turn(messages, tools, _parsed(row["answer"]))
+        yield Turn(messages, tools, parsed(row["answer"]))
         return
     for at, message in enumerate(messages):
         if message["role"] == "assistant":
             yield Turn(messages[:at], tools, message)
 
 
-def _parsed(value: Any) -> Any:
+def parsed(value: Any) -> Any:
     """JSON text or a nested column, which Parquet fills up with nulls."""
     return json.loads(value) if isinstance(value, str) else _without_nulls(value)
 

@@ -1,4 +1,5 @@
-"""The weights of a run that can be served: the base model, exports in models/, checkpoints that are not pruned yet.
+"""The weights of a run that can be served: the base model, exports in models/, checkpoints that are not pruned yet, and
+what `yoke import` put beside the exports.
 
 The training room takes seconds to import, so it is imported only where it is needed.
 """
@@ -6,12 +7,14 @@ The training room takes seconds to import, so it is imported only where it is ne
 from __future__ import annotations
 
 import re
+from collections.abc import Collection
 from pathlib import Path
 
 from pipeline.config import Config, UserError
 from pipeline.hub import local_model
 
 BASE, NEWEST, ALL = "base", "newest", "all"
+IMPORTED = "import.json"  # what an imported checkpoint has beside its weights
 _NAME = re.compile(r"(?:\d+-)?\d+-update-(\d+)")
 
 
@@ -36,16 +39,29 @@ def kept(checkpoints: Path, models: Path) -> list[str]:
     return sorted({*exported(models), *(path.name for path in checkpoint.checkpoints(checkpoints))})
 
 
-def select(wanted: str, names: list[str]) -> list[str]:
-    """What ``stage.checkpoint=wanted`` means among ``names``, oldest first. Raises UserError when nothing is meant."""
+def imported(models: Path) -> list[str]:
+    """The labels of imported checkpoints. They are no part of `kept`: only their own name means them."""
+    from pipeline.training import checkpoint
+
+    return sorted(path.parent.name for path in models.glob(f"[!.]*/{IMPORTED}") if checkpoint.is_complete(path.parent))
+
+
+def select(wanted: str, names: list[str], labels: Collection[str] = ()) -> list[str]:
+    """What ``stage.checkpoint=wanted`` means among ``names``, oldest first, and the ``labels`` of imported ones.
+
+    Raises UserError when nothing is meant.
+    """
+    if wanted in labels:
+        return [wanted]
     if wanted == BASE or (wanted == NEWEST and not names):
         return [BASE]
     if wanted in (NEWEST, ALL) and names:
         return names if wanted == ALL else names[-1:]
     found = [name for name in names if wanted == name or (wanted.isdigit() and int(wanted) == update_of(name))]
     if not found:
-        known = f"is none of {NEWEST}, {ALL}, {BASE}; kept are: {', '.join(names)}"
-        raise UserError(f"stage.checkpoint={wanted} " + (known if names else f"but no checkpoint yet, only {BASE}"))
+        there = [*names, *labels]
+        known = f"is none of {NEWEST}, {ALL}, {BASE}; kept are: {', '.join(there)}"
+        raise UserError(f"stage.checkpoint={wanted} " + (known if there else f"but no checkpoint yet, only {BASE}"))
     return found[-1:]
 
 
