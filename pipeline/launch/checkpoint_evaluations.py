@@ -13,9 +13,9 @@ from queue import SimpleQueue
 
 from pipeline.config import Config
 from pipeline.launch import evaluation_jobs
-from pipeline.launch.evaluation import exports_needed, late_results, prune_exports
+from pipeline.launch.evaluation import exports_needed, labels, late_results, prune_exports, records
 from pipeline.launch.run_directory import RunDirectory
-from pipeline.report.metrics import read_metrics
+from pipeline.report.metrics import MetricsLog, read_metrics
 from pipeline.stages.weights import exported, update_of
 from pipeline.training.checkpoint import CheckpointError, newest, partial_path
 from pipeline.training.export import settle
@@ -110,3 +110,11 @@ class CheckpointEvaluations:
     def _log_results(self) -> None:
         while not self._results.empty():
             self._log(*self._results.get())
+
+
+def log_checkpoint(metrics: MetricsLog, run: RunDirectory, update: int, values: Values) -> None:
+    """Log an evaluation at the update of its checkpoint, however much later it came, with some of its rollouts."""
+    metrics.log(update, values)
+    label = next((label for label in labels(run) if update_of(label) == update), None)
+    if label is not None:
+        metrics.rollouts(update, label, lambda: records(run, label))

@@ -18,6 +18,7 @@ from pipeline.launch.preflight_machine import ROOM_GB, free_gb
 from pipeline.launch.run_directory import RunDirectory
 from pipeline.launch.slurm import SET_BY_US
 from pipeline.launch.snapshot import SOURCE
+from pipeline.report.wandb_log import check_wandb
 from pipeline.sandbox.base import choose_sandbox
 from pipeline.sandbox.images import TASK, fetch_image
 from pipeline.stages.advantage import configured_reward
@@ -38,6 +39,7 @@ def check_settings(config: Config, port_is_ours: bool = False) -> str:
     _check_model(config)
     _check_harnesses(config)
     _check_place(Path(config.run_dir))
+    check_wandb(config.logging, Path(config.run_dir))
     _check_cluster(config.cluster)
     evaluation_cluster(config)
     configured_reward(config)
@@ -113,7 +115,6 @@ def _check_names(config: Config) -> None:
         "cluster.name": (config.cluster.name, ("local", "slurm", "allocation")),
         "tasks.kind": (config.tasks.kind, ("generated", "harbor")),
         "model.dtype": (config.model.dtype, ("float32", "bfloat16", "float16")),
-        "logging.wandb": (config.logging.wandb, ("offline", "online", "disabled")),
     }
     for name, (value, choices) in known.items():
         if value not in choices:

@@ -19,6 +19,7 @@ from pipeline.records import RolloutRecord
 from pipeline.report.page import PageRun
 from pipeline.report.results import difference_summary
 from pipeline.report.rollout_view import ModelVocabulary, NoVocabulary, Vocabulary, view
+from pipeline.report.sample import spread
 from pipeline.report.store import read_figures, read_group, read_jsonl
 from pipeline.stages.advantage import RewardFunction, advantages, configured_reward, graded_rewards, overlong, score
 
@@ -133,13 +134,7 @@ def reward_parts(record: RolloutRecord, reward: float, config: Config) -> str:
 
 def choose(found: Sequence[tuple[Path, RolloutRecord]], size: int) -> list[tuple[Path, RolloutRecord]]:
     """``size`` of the rollouts: one of each harness and outcome in turn, newest first."""
-    kinds: dict[tuple[str, str], list[tuple[Path, RolloutRecord]]] = defaultdict(list)
-    for path, record in found:
-        kinds[record.harness, record.outcome.value].append((path, record))
-    chosen: list[tuple[Path, RolloutRecord]] = []
-    while len(chosen) < size and any(kinds.values()):
-        chosen += [own.pop() for _, own in sorted(kinds.items()) if own]
-    return chosen[:size]
+    return spread(found, lambda one: (one[1].harness, one[1].outcome.value), size)
 
 
 def find_vocabulary(config: Config, run: RunDirectory) -> Vocabulary:

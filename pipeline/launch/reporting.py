@@ -15,6 +15,7 @@ from rich.markup import escape
 
 from pipeline.config import Config
 from pipeline.harness.base import get_harness, register
+from pipeline.launch.checkpoint_evaluations import log_checkpoint
 from pipeline.launch.cohort import RESERVED, read_cohort
 from pipeline.launch.data import split_size
 from pipeline.launch.evaluation import labels, late_results, pinned, planned_of, records, tries
@@ -170,7 +171,7 @@ def _log_late_results(config: Config, run: RunDirectory) -> None:
     if late:
         with MetricsLog(run.root, config.logging, asdict(config)) as log:
             for update, values in late:
-                log.log(update, values)
+                log_checkpoint(log, run, update, values)
 
 
 def _may_be_alive(run: RunDirectory) -> bool:

@@ -8,7 +8,7 @@ import logging
 import secrets
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
 from functools import partial
@@ -16,7 +16,7 @@ from typing import Any
 
 from pipeline.config import Config, UserError
 from pipeline.engine.transfer import SyncTimings
-from pipeline.launch.checkpoint_evaluations import CheckpointEvaluations
+from pipeline.launch.checkpoint_evaluations import CheckpointEvaluations, log_checkpoint
 from pipeline.launch.cohort import pin_cohort
 from pipeline.launch.coordinator import FLUSH_S, Coordinator, Engine, aside_text
 from pipeline.launch.data import load_splits
@@ -107,7 +107,7 @@ class TrainerRank:
             self.run.root, config.logging, asdict(config), self.attempt.metrics, self.coordinator.lines.add
         )
         self.evaluations = CheckpointEvaluations(
-            config, self.run, self.team.export, self.metrics.log, self.coordinator.note_evaluation
+            config, self.run, self.team.export, self._log_checkpoint, self.coordinator.note_evaluation
         )
 
     def _load_state(self) -> dict[str, Any]:
@@ -319,12 +319,18 @@ class TrainerRank:
         with self._phase(f"evaluate_{label}"):
             self._work_through(cells)
         coverage = self.storage.insist(f"read {directory}", cells.coverage)
-        values = evaluation_metrics(self.storage.insist(f"read {directory}", cells.records), coverage.planned)
+        found = self.storage.insist(f"read {directory}", cells.records)
+        values = evaluation_metrics(found, coverage.planned)
         self.metrics.log(self.flow.state.update, values)
+        self.metrics.rollouts(self.flow.state.update, label, lambda: found)
         text = (
             f"evaluation {label}: pass@1 {values.get('eval/pass@1', 0.0):.1%}, {coverage.graded} of {coverage.planned}"
         )
         self.coordinator.emit("message", text=text + " rollouts graded")
+
+    def _log_checkpoint(self, update: int, values: Mapping[str, float]) -> None:
+        """An evaluation that a job of its own has made, at the update that it is of."""
+        log_checkpoint(self.metrics, self.run, update, values)
 
     def _work_through(self, cells: Cells) -> None:
         self.coordinator.evaluate(cells)

@@ -1,4 +1,5 @@
-"""Metrics of a run: what they are (one function a family), metrics.jsonl in the run directory, and W&B beside it.
+"""Metrics of a run: what they are (one function a family), metrics.jsonl in the run directory, and W&B beside it
+(wandb_log.py).
 
 Names are those of TRL and prime-rl where the meaning is the same, so that runs can be laid side by side.
 """
@@ -6,10 +7,8 @@ Names are those of TRL and prime-rl where the meaning is the same, so that runs 
 from __future__ import annotations
 
 import json
-import logging
 import math
 import time
-import uuid
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -18,15 +17,12 @@ from typing import Any
 
 from pipeline.config import LoggingConfig
 from pipeline.records import Outcome, PolicyVersion, RolloutRecord, TrainGroup
-from pipeline.report.store import append_jsonl, point, publish_new, read_jsonl, write_text
+from pipeline.report.store import append_jsonl, point, read_jsonl, write_text
+from pipeline.report.wandb_log import WandbLog
 
 METRICS_FILE = "metrics.jsonl"
-WANDB_ID_FILE = "wandb_id"
 EQUAL = 1e-9
-WANDB_TIMEOUT_S = 60
 FAILURES = tuple(outcome for outcome in Outcome if outcome not in (Outcome.SOLVED, Outcome.UNSOLVED))
-
-log = logging.getLogger(__name__)
 
 
 def graded(records: Iterable[RolloutRecord]) -> list[RolloutRecord]:
@@ -166,83 +162,44 @@ class MetricsLog:
         settings: Mapping[str, Any] | None = None,
         place: Path | None = None,
         append: Callable[[Path, dict[str, Any]], object] = append_jsonl,
+        job: str = "train",
     ) -> None:
         """``settings`` is the composed configuration, for W&B's run page; ``place`` the file, METRICS_FILE in
-        ``run_dir`` by default; ``append`` adds a line to it, at once or later.
+        ``run_dir`` by default; ``append`` adds a line to it, at once or later; ``job``: as W&B shall call it.
         """
         self._path, self._append = place or run_dir / METRICS_FILE, append
-        self._run = _start_wandb(run_dir, config, dict(settings or {}))
+        self._wandb: WandbLog | None = None
+        if config.wandb != "disabled":
+            self._wandb = WandbLog(run_dir, config, settings or {}, lambda: _merged(self._path), job)
 
     def log(self, update: int, metrics: Mapping[str, float]) -> None:
         """Record the metrics of an update (0: before the first). The file leaves out values that are not finite."""
         finite = {name: float(value) for name, value in metrics.items() if math.isfinite(value)}
         self._append(self._path, {"update": update, "time": time.time(), **finite})
-        self._mirror(lambda run: run.log({"update": update, **metrics}))
+        if self._wandb:
+            self._wandb.log(update, metrics)
+
+    def rollouts(self, update: int, label: str, read: Callable[[], Iterable[RolloutRecord]]) -> None:
+        """Show some rollouts of the evaluation ``label`` on W&B; ``read`` is called later, if at all."""
+        if self._wandb:
+            self._wandb.rollouts(update, label, read)
 
     def summary(self, values: Mapping[str, Any]) -> None:
         """Put the closing figures on W&B's run page."""
-        self._mirror(lambda run: run.summary.update(dict(values)))
+        if self._wandb:
+            self._wandb.summary(values)
 
     def close(self) -> None:
-        """Finish the W&B run. metrics.jsonl needs no closing."""
-        self._mirror(lambda run: run.finish())
-        self._run = None
+        """Let W&B finish, for a while. metrics.jsonl needs no closing."""
+        if self._wandb:
+            self._wandb.close()
+            self._wandb = None
 
     def __enter__(self) -> MetricsLog:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-    def _mirror(self, action: Callable[[Any], object]) -> None:
-        if self._run is None:
-            return
-        try:
-            action(self._run)
-        except Exception as error:  # whatever it is, it costs only the mirror
-            _warn("take metrics", error)
-            self._run = None
-
-
-def _start_wandb(run_dir: Path, config: LoggingConfig, settings: dict[str, Any]) -> Any:
-    if config.wandb == "disabled":
-        return None
-    try:
-        return _open_wandb(run_dir, config, settings)
-    except Exception as error:  # whatever it is, it costs only the mirror
-        _warn("start", error)
-        return None
-
-
-def _open_wandb(run_dir: Path, config: LoggingConfig, settings: dict[str, Any]) -> Any:
-    import wandb  # half a second, and not needed when disabled
-
-    options: dict[str, Any] = {"mode": config.wandb, "project": config.project, "group": config.group}
-    run = wandb.init(
-        **options,
-        id=_wandb_id(run_dir),
-        resume="allow",
-        tags=list(config.tags),
-        name=run_dir.name,
-        dir=str(run_dir),
-        config=settings,
-        settings=wandb.Settings(silent=True, console="off", init_timeout=WANDB_TIMEOUT_S),
-    )
-    run.define_metric("*", step_metric="update")
-    return run
-
-
-def _wandb_id(run_dir: Path) -> str:
-    """The id that every attempt of this run shares."""
-    path = run_dir / WANDB_ID_FILE
-    if not path.exists():
-        publish_new(path, lambda draft: draft.write_text(uuid.uuid4().hex[:12] + "\n"))
-    return path.read_text().strip()
-
-
-def _warn(what: str, error: Exception) -> None:
-    kind = type(error).__name__
-    log.warning("W&B failed to %s (%s: %s); from here on metrics go to %s only", what, kind, error, METRICS_FILE)
 
 
 def _harness_values(own: Sequence[RolloutRecord]) -> dict[str, float | None]:

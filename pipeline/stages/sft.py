@@ -22,6 +22,7 @@ from pipeline.records import Row
 from pipeline.report.bar import Bar
 from pipeline.report.metrics import MetricsLog
 from pipeline.report.store import write_json
+from pipeline.report.wandb_log import check_wandb
 from pipeline.stages.recording import read_rollouts, recordings_in
 from pipeline.stages.sft_rows import RowRules, Rows, write_rows
 
@@ -92,7 +93,7 @@ def learn(config: Config, place: Path, out: Path) -> None:
     """Train on the rows in ``place`` and export to ``out``; collective over the ranks."""
     from pipeline.training.supervised import Supervised
 
-    metrics = MetricsLog(place, config.logging, asdict(config)) if _rank() == 0 else None
+    metrics = MetricsLog(place, config.logging, asdict(config), job="sft") if _rank() == 0 else None
     teller = _Teller(metrics, config.logging.progress)
     try:
         model = Supervised(
@@ -244,6 +245,7 @@ def _be_rank(rank: int, config: Config, place: Path, out: Path, ranks: int, port
 def _check(config: Config, ranks: int) -> None:
     check_training(config.training)
     check_sft(config.sft, ranks)
+    check_wandb(config.logging, Path(config.run_dir).absolute() / "sft")
     if config.training.lora.rank is not None:
         raise UserError("yoke sft trains all weights: training.lora.rank must be null (adapters are for yoke train)")
 

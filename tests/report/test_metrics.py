@@ -1,15 +1,12 @@
-"""Metrics by hand computation; metrics.jsonl across restarts; W&B offline, resumed, and broken."""
+"""Metrics by hand computation; metrics.jsonl across restarts."""
 
 from __future__ import annotations
 
-import json
-import logging
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from logged import ours
 
 from pipeline.config import LoggingConfig
 from pipeline.records import Outcome, PolicyVersion, RolloutRecord, TrainGroup
@@ -94,54 +91,6 @@ def test_a_restarted_run_overwrites_what_it_repeats(tmp_path: Path) -> None:
         {"update": 1, "reward": 0.1},
         {"update": 2, "reward": 0.25, "eval/pass@1": 0.6},
     ]
-
-
-@pytest.mark.slow
-def test_wandb_runs_offline_and_keeps_its_id_after_a_restart(tmp_path: Path) -> None:
-    for update in (1, 2):
-        sweep = LoggingConfig(wandb="offline", group="sweep-of-seeds", tags=["seed=seven"])
-        with MetricsLog(tmp_path, sweep, {"seed": 3}) as metrics:
-            metrics.log(update, {"reward": 0.5})
-            metrics.summary({"pass@1": 0.6})
-    identity = (tmp_path / "wandb_id").read_text().strip()
-    offline = list((tmp_path / "wandb").glob(f"offline-run-*-{identity}/run-{identity}.wandb"))
-    assert len(offline) == 2
-    stored = b"".join(path.read_bytes() for path in offline)
-    assert all(word in stored for word in (b"reward", b"seed", b"sweep-of-seeds", b"seed=seven"))
-    assert [entry["update"] for entry in read_metrics(tmp_path)] == [1, 2]
-
-
-class BrokenRun:
-    def log(self, values: dict[str, float]) -> None:
-        raise OSError("no space left")
-
-    def finish(self) -> None:
-        raise AssertionError("a dropped mirror is not finished")
-
-
-def test_a_failure_of_wandb_is_told_once_and_stops_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr("pipeline.report.metrics._open_wandb", lambda *_: BrokenRun())
-    with caplog.at_level(logging.WARNING), MetricsLog(tmp_path, LoggingConfig()) as metrics:
-        for update in range(3):
-            metrics.log(update, {"reward": 1.0})
-    assert [record.getMessage() for record in ours(caplog) if "no space left" in record.getMessage()] != []
-    assert len(ours(caplog)) == 1
-    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 3
-
-
-def test_wandb_that_cannot_start_is_told_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    def refuse(*_: object) -> None:
-        raise RuntimeError("wandb is broken")
-
-    monkeypatch.setattr("pipeline.report.metrics._open_wandb", refuse)
-    with caplog.at_level(logging.WARNING), MetricsLog(tmp_path, LoggingConfig()) as metrics:
-        metrics.log(1, {"reward": 1.0})
-    assert len(ours(caplog)) == 1
-    assert json.loads((tmp_path / "metrics.jsonl").read_text())["reward"] == 1.0
 
 
 def test_outcomes_and_log_differences_by_harness(rollout: Make) -> None:
