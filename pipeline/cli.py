@@ -84,6 +84,11 @@ JOBS: dict[str, Job] = {
         "report",
         words="RUN… [--json | --md]",
     ),
+    "wandb": Job(
+        "make a run's W&B run again from its directory; make the W&B workspace (docs/wandb.md)",
+        "pipeline.launch.wandb_job:run",
+        words="again RUN… | workspace ENTITY/PROJECT | workspace --json",
+    ),
     "status": Job(
         "how a run stands: its job, updates, reward, nodes and errors, on one screen (docs/status.md)",
         "pipeline.launch.status:run",

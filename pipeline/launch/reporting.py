@@ -165,7 +165,7 @@ def _base(config: Config, run: RunDirectory) -> tuple[str, Evaluated] | None:
 
 def _log_late_results(config: Config, run: RunDirectory) -> None:
     """Results that came in after the training ended: metrics have one writer, so not while the run is alive."""
-    if _may_be_alive(run):
+    if may_be_alive(run):
         return
     late = late_results(config, run, read_metrics(run.root))
     if late:
@@ -174,7 +174,8 @@ def _log_late_results(config: Config, run: RunDirectory) -> None:
                 log_checkpoint(log, run, update, values)
 
 
-def _may_be_alive(run: RunDirectory) -> bool:
+def may_be_alive(run: RunDirectory) -> bool:
+    """Whether a process or a job of the run exists, or Slurm does not say."""
     try:
         return bool(living(run) or queued(run))
     except SlurmError:

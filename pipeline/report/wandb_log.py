@@ -165,7 +165,7 @@ def _send_table(run: Any, table: Mapping[str, Any]) -> None:
 
 def _open(run_dir: Path, config: LoggingConfig, settings: Mapping[str, Any], history: Sequence[Entry], job: str) -> Any:
     identity = wandb_id(run_dir)
-    earlier = sorted((run_dir / FOLDER).glob(f"offline-run-*-{identity}"))
+    earlier = offline_runs(run_dir)
     run = _start(run_dir, identity, config, settings, job)
     run.define_metric("*", step_metric=STEP)
     if not _has_history(run, earlier):
@@ -215,6 +215,11 @@ def _put_aside(directories: Sequence[Path], place: Path) -> None:
     for path in directories:
         place.mkdir(exist_ok=True)
         path.rename(place / path.name)
+
+
+def offline_runs(run_dir: Path) -> list[Path]:
+    """The directories that `wandb sync` takes, oldest first."""
+    return sorted((run_dir / FOLDER).glob(f"offline-run-*-{wandb_id(run_dir)}"))
 
 
 def wandb_id(run_dir: Path) -> str:

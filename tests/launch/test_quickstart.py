@@ -12,6 +12,11 @@ from typing import Any
 import pyarrow.parquet as pq
 import pytest
 from run_helpers import ENVIRONMENT, endings, start
+from wandb_files import history, offline_files, table_of
+
+from pipeline.report.metrics import read_metrics
+from pipeline.report.wandb_log import COLUMNS
+from pipeline.report.wandb_panels import missing
 
 SETTINGS = [
     "+experiment=quickstart",
@@ -78,6 +83,16 @@ def test_the_report_is_whole(results: dict[str, Any], run_dir: Path) -> None:
     assert versions["harness"] == {"pi": "1.6.0"} and all(versions[name] for name in ("vllm", "torch", "deepspeed"))
     assert results["git_commit"]
     assert (run_dir / "report" / "curve.png").stat().st_size > 10_000
+
+
+def test_wandb_has_the_run_and_every_panel_a_metric(run_dir: Path) -> None:
+    assert missing(["pi"], read_metrics(run_dir)) == []
+    (path,) = offline_files(run_dir)
+    assert [row["update"] for row in history(path) if "reward" in row] == [1, 2, 3, 4, 5]
+    for label in ("before", "after"):
+        rows = table_of(path, f"rollouts/{label}")["data"]
+        traces = [row[COLUMNS.index("trace")].partition("#")[0] for row in rows]
+        assert rows and all((run_dir / trace).is_file() for trace in traces)
 
 
 def test_trainer_and_engine_agree_on_fresh_tokens(metrics: list[dict[str, float]]) -> None:

@@ -18,6 +18,7 @@ import wandb
 from logged import ours
 from waiting import wait_for
 from wandb_files import config_of, history, metrics_of, offline_files, run_record, table_of
+from wandb_server import wandb_server
 
 from pipeline.config import LoggingConfig, UserError
 from pipeline.records import RolloutRecord
@@ -73,6 +74,21 @@ def test_all_attempts_are_one_run_in_which_each_update_counts_once(tmp_path: Pat
     assert {run_record(aside).run_id, run_record(path).run_id} == {identity}
     assert [entry["update"] for entry in read_metrics(tmp_path)] == [0, 1, 2, 3, 4]
     check_the_run_page(path)
+    check_what_sync_sends(tmp_path, identity)
+
+
+def check_what_sync_sends(run_dir: Path, identity: str) -> None:
+    """One run, each update once."""
+    with wandb_server() as server:
+        account = {"WANDB_BASE_URL": server.url, "WANDB_API_KEY": "a" * 40, "WANDB_ERROR_REPORTING": "false"}
+        command = [str(Path(sys.executable).with_name("wandb")), "sync", str(run_dir / FOLDER)]
+        own = {name: value for name, value in os.environ.items() if not name.startswith("WANDB_")}
+        done = subprocess.run(command, env={**own, **account}, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert server.runs == [identity]
+    sent = server.history[identity]
+    known = [(row["update"], row["reward"]) for row in sent if "reward" in row]
+    assert known == [(1, 0.1), (2, 0.2), (3, 3.0), (4, 4.0)]
 
 
 def check_the_run_page(path: Path) -> None:
