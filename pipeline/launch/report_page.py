@@ -13,17 +13,19 @@ from statistics import fmean
 from typing import Any
 
 from pipeline.config import Config, UserError
-from pipeline.launch.evaluation import records
+from pipeline.launch.evaluation import tries
 from pipeline.launch.run_directory import RunDirectory
 from pipeline.records import RolloutRecord
 from pipeline.report.page import PageRun
-from pipeline.report.results import difference_summary
 from pipeline.report.rollout_view import ModelVocabulary, NoVocabulary, Vocabulary, view
 from pipeline.report.sample import spread
 from pipeline.report.store import read_figures, read_group, read_jsonl
 from pipeline.stages.advantage import RewardFunction, advantages, configured_reward, graded_rewards, overlong, score
+from pipeline.stages.evaluation import is_graded, read_cell
 
 SAMPLE = 24  # rollouts a run that the viewer holds
+PAIRS = 8  # of rollouts before and after training, besides those
+STAGES = {"before": "the evaluation before training", "after": "the evaluation after training"}
 CAUSES = 8
 LONG = 160  # characters of a cause
 ENDINGS = ("trained", "skipped", "abandoned")
@@ -36,7 +38,7 @@ def page_run(
     config: Config, run: RunDirectory, results: Mapping[str, Any], metrics: Sequence[Mapping[str, Any]], name: str = ""
 ) -> PageRun:
     """Everything of one run. ``name``: as the page calls it, by default that of its directory."""
-    groups = TrainedGroups(config, run)
+    groups, vocabulary = TrainedGroups(config, run), find_vocabulary(config, run)
     outcomes: dict[str, Counter[str]] = defaultdict(Counter)
     causes: Counter[tuple[str, str]] = Counter()
     for _, record in groups.figures:
@@ -51,15 +53,39 @@ def page_run(
         outcomes=dict(sorted(outcomes.items())),
         causes=[(harness, cause, count) for (harness, cause), count in causes.most_common(CAUSES)],
         groups=Counter(entry["what"] for entry in groups.endings.values()),
-        rollouts=list(groups.views()),
+        rollouts=[*evaluated_views(run, vocabulary), *groups.views(vocabulary)],
         kept=len(groups.figures),
         difficulty=json.loads(run.difficulty.read_text()) if run.difficulty.exists() else None,
     )
 
 
-def compare(first: RunDirectory, other: RunDirectory) -> dict[str, Any] | None:
-    """What ``other`` does otherwise than ``first`` after training; None when no cell was evaluated in both."""
-    return difference_summary(records(first, "after"), records(other, "after"))
+def evaluated_views(run: RunDirectory, vocabulary: Vocabulary) -> Iterator[dict[str, Any]]:
+    """Some rollouts of the evaluations before and after training, each with that of the same task and harness on the
+    other side: of every harness, some that were newly solved, some that no longer were, …
+    """
+    sides = {label: {_key(record): record for record in tries(run, label) if is_graded(record)} for label in STAGES}
+    before, after = sides["before"], sides["after"]
+    both = sorted(before.keys() & after.keys() or before.keys() | after.keys())
+
+    def kind(key: tuple[str, int]) -> tuple[str, ...]:
+        found = [side[key] for side in sides.values() if key in side]
+        return found[0].harness, *(record.outcome.value for record in found)
+
+    for key in spread(both, kind, PAIRS):
+        own = {label: side[key] for label, side in sides.items() if key in side}
+        for label, figures in own.items():
+            twin = next((record.rollout_id for other, record in own.items() if other != label), None)
+            yield view(_whole(run, label, figures), vocabulary, [], STAGES[label], twin)
+
+
+def _key(record: RolloutRecord) -> tuple[str, int]:
+    return record.group_id, record.index
+
+
+def _whole(run: RunDirectory, label: str, figures: RolloutRecord) -> RolloutRecord:
+    """The same rollout with its rows."""
+    cell = read_cell(run.evaluation(label) / f"{figures.group_id}.parquet")
+    return next(record for record in cell if record.index == figures.index)
 
 
 @dataclass(frozen=True)
@@ -83,10 +109,10 @@ class TrainedGroups:
         ledgers = [read_jsonl(self.run.attempt(number).ledger) for number in self.run.attempt_numbers()]
         return {entry["group"]: entry for ledger in ledgers for entry in ledger if entry["what"] in ENDINGS}
 
-    def views(self) -> Iterator[dict[str, Any]]:
+    def views(self, vocabulary: Vocabulary) -> Iterator[dict[str, Any]]:
         """A sample of the rollouts for the viewer, with rewards by the run's own function."""
         chosen = choose(self.figures, SAMPLE)
-        reward, vocabulary = self._reward(), find_vocabulary(self.config, self.run)
+        reward = self._reward()
         for path in sorted({path for path, _ in chosen}):
             wanted = {record.rollout_id for own, record in chosen if own == path}
             group = score(read_group(path), reward)

@@ -20,7 +20,7 @@ from pipeline.launch.cohort import RESERVED, read_cohort
 from pipeline.launch.data import split_size
 from pipeline.launch.evaluation import labels, late_results, pinned, planned_of, records, tries
 from pipeline.launch.local import living
-from pipeline.launch.report_page import compare, page_run
+from pipeline.launch.report_page import page_run
 from pipeline.launch.run_directory import RunDirectory
 from pipeline.launch.slurm import SlurmError, queued
 from pipeline.records import RolloutRecord
@@ -31,7 +31,7 @@ from pipeline.report.page import PageRun, write_page
 from pipeline.report.plot import learning_curve
 from pipeline.report.results import Evaluated, Meta, build_results, checkpoint_summary, compared, write_results
 from pipeline.report.store import write_text
-from pipeline.report.table import change_sentences, markdown_table, print_results
+from pipeline.report.table import against_sentences, markdown_table, print_results
 from pipeline.stages.evaluation import INCOMPLETE
 from pipeline.stages.weights import update_of
 
@@ -66,7 +66,7 @@ def report_runs(runs: Sequence[RunDirectory], form: str = "") -> int:
         register(config.harness.recipes)
         made.append(_made(config, run))
     names = _distinct([run.root for run in runs])
-    against = [list(change_sentences(compare(runs[0], run))) if place else [] for place, run in enumerate(runs)]
+    against = [list(against_sentences(compare(runs[0], run))) if place else [] for place, run in enumerate(runs)]
     pages = [
         replace(page, name=name, comparisons=own) for (_, page), name, own in zip(made, names, against, strict=True)
     ]
@@ -77,6 +77,20 @@ def report_runs(runs: Sequence[RunDirectory], form: str = "") -> int:
     if not form:
         print(f"page:    {runs[0].report / COMPARED}")
     return max(_code(config, results) for config, (results, _) in zip(configs, made, strict=True))
+
+
+def compare(first: RunDirectory, other: RunDirectory) -> dict[str, Any]:
+    """What ``other`` does otherwise than ``first`` after training, as `compared` finds it, and whether that is
+    ``provisional``: for want of grades, it has no difference.
+    """
+    old, new = _after(first), _after(other)
+    lacking = bool(old.records and new.records) and not (old.whole and new.whole)
+    return {**compared(old, new, seed=0), "provisional": lacking}
+
+
+def _after(run: RunDirectory) -> Evaluated:
+    own = records(run, "after")
+    return Evaluated(own, _planned(run.saved_config(), run) if own else 0, read_cohort(run, "after"))
 
 
 def _made(config: Config, run: RunDirectory) -> tuple[dict[str, Any], PageRun]:

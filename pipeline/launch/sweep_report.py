@@ -14,8 +14,7 @@ from urllib.parse import quote
 from rich.console import Console
 
 from pipeline.harness.base import register
-from pipeline.launch.report_page import compare
-from pipeline.launch.reporting import PAGE, run_results
+from pipeline.launch.reporting import PAGE, compare, run_results
 from pipeline.launch.run_directory import RunDirectory
 from pipeline.launch.sweep import Standing, job_of, look
 from pipeline.launch.sweep_points import Member, read_members

@@ -69,18 +69,22 @@ def trend_charts(results: Mapping[str, Any]) -> tuple[list[Chart], list[tuple[st
         lines.append(line)
         sentences += [(name, found.sentence())] if found else []
     shown = any(len(line.points) > 2 for line in lines)
-    note = "Bars: 95% interval of each evaluation. Band: where the line lies, with 95%."
+    note = "Bars: 95% interval of each evaluation. Band: where the line lies, with 95%. Left out: what lacks grades."
     return ([Chart("Held-out pass@1", lines, percent=True, note=note)] if shown else []), sentences
 
 
 def _evaluations(results: Mapping[str, Any]) -> Iterator[tuple[float, Mapping[str, Any]]]:
-    """(update, figures) of each evaluation whose weights' update is known, by update."""
+    """(update, figures) of each whole evaluation whose weights' update is known, by update."""
     known = [(0, results["before"]), (results["updates"], results["after"])]
     known += [(entry["update"], entry) for entry in results["checkpoints"]]
     yield from sorted(
-        ((update, part) for update, part in known if update is not None and part and part["pass@1"] is not None),
+        ((update, part) for update, part in known if update is not None and _is_whole(part)),
         key=lambda pair: pair[0],
     )
+
+
+def _is_whole(part: Mapping[str, Any] | None) -> bool:
+    return part is not None and part["pass@1"] is not None and not part.get("provisional")
 
 
 def _trend_line(name: str, color: int, own: Sequence[tuple[float, Mapping[str, Any]]]) -> tuple[Series, Trend | None]:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
 from typing import Any
 
-from pipeline.report import difficulty_table
+from pipeline.report import difficulty_table, evaluation_tables
 from pipeline.report.curves import learning_charts, staleness_charts, throughput_charts, trend_charts
 from pipeline.report.markup import Book, document, scrolled, sentence_list, table
+from pipeline.report.rollout_view import TRAINING
 from pipeline.report.shares import SHARES, harness_shares
 from pipeline.report.store import write_text
 from pipeline.report.table import ALL, HEADINGS, closing_sentence, comparison_sentences, table_rows
@@ -23,8 +25,8 @@ class PageRun:
     """What the page shows of one run.
 
     ``outcomes[harness][outcome]`` and ``causes`` (harness, cause, how often) count all kept training rollouts;
-    ``rollouts`` are the views of a sample of ``kept`` ones; ``comparisons`` are sentences against the first run;
-    ``difficulty`` is what difficulty.json holds, None without one.
+    ``rollouts`` are the views of a sample of the ``kept`` ones, and of some of the evaluations'; ``comparisons`` are
+    sentences against the first run; ``difficulty`` is what difficulty.json holds, None without one.
     """
 
     name: str
@@ -90,7 +92,19 @@ def _before_after(run: PageRun, _: Book) -> str:
     if not rows:
         return "<p>Nothing was evaluated before or after training.</p>"
     shown = table("Held-out tasks; below each figure its 95% interval", (*HEADINGS, "calls saved, both solved"), rows)
-    return f"{shown}<p>{escape(closing_sentence(results))}</p>{sentence_list(comparison_sentences(results))}"
+    return (
+        f"{shown}<p>{escape(closing_sentence(results))}</p>{sentence_list(comparison_sentences(results))}"
+        f"{_measures(results)}{_levels(results)}{sentence_list(evaluation_tables.remarks(results))}"
+    )
+
+
+def _measures(results: Mapping[str, Any]) -> str:
+    return table("How the evaluated rollouts went, before → after training", *evaluation_tables.measures(results))
+
+
+def _levels(results: Mapping[str, Any]) -> str:
+    rows = evaluation_tables.difficulty(results)
+    return table("Held-out tasks by difficulty", ("difficulty", *HEADINGS[1:3]), rows) if rows else ""
 
 
 def _saved(part: Mapping[str, Any] | None) -> str:
@@ -105,7 +119,9 @@ def _curves(run: PageRun, book: Book) -> str:
 
 def _trend(run: PageRun, book: Book) -> str:
     charts, sentences = trend_charts(run.results)
-    return book.figures(charts) + sentence_list(sentences)
+    rows = list(evaluation_tables.checkpoints(run.results))
+    shown = table("Every evaluation of a checkpoint or another model", evaluation_tables.CHECKPOINTS, rows)
+    return book.figures(charts) + sentence_list(sentences) + (shown if rows else "")
 
 
 def _shares(run: PageRun, _: Book) -> str:
@@ -159,12 +175,14 @@ def _difficulty(run: PageRun, _: Book) -> str:
 
 
 def _viewer(runs: Sequence[PageRun], _: Book) -> str:
-    shown = sum(len(run.rollouts) for run in runs)
+    shown = Counter(rollout["stage"] for run in runs for rollout in run.rollouts)
     if not shown:
         return ""
     swatches = " ".join(f'<span class="swatch p{place}">{text}</span>' for place, text in enumerate(BINS))
-    kept = f"{shown:,} of {sum(run.kept for run in runs):,} kept rollouts are on this page"
-    return f"""<p>{kept}, chosen evenly over harnesses and outcomes, newest first.</p>
+    kept = f"{shown[TRAINING]:,} of {sum(run.kept for run in runs):,} kept training rollouts are on this page"
+    evaluated = ", ".join(f"{count:,} from {stage}" for stage, count in shown.items() if stage != TRAINING)
+    paired = f" Of the held-out tasks there are {evaluated}: the same tasks before and after." if evaluated else ""
+    return f"""<p>{kept}, chosen evenly over harnesses and outcomes, newest first.{paired}</p>
 <div class="controls"><label for="which">Rollout</label> <select id="which"></select>
 <button type="button" id="previous">Previous</button> <button type="button" id="next">Next</button></div>
 <p class="soft">Colour of a sampled token, by the probability that it was sampled with: {swatches}</p>

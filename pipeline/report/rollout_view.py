@@ -17,6 +17,7 @@ import numpy as np
 from pipeline.records import RolloutRecord, Row
 
 PROMPT_SHOWN = 6_000  # characters of what a call adds to its history, half from its beginning and half from its end
+TRAINING = "training"
 TOKENS_SHOWN = 4_000  # sampled tokens a rollout
 
 
@@ -94,8 +95,16 @@ def _new_stretches(row: Row, known: int) -> list[tuple[int, int, bool]]:
     return [(int(start), int(end), bool(kind[start] == 2)) for start, end in pairwise(edges) if kind[start]]
 
 
-def view(record: RolloutRecord, vocabulary: Vocabulary, facts: Sequence[tuple[str, str]] = ()) -> dict[str, Any]:
-    """The scored rollout as plain data for the page. ``facts``: what its group and the run know of it besides."""
+def view(
+    record: RolloutRecord,
+    vocabulary: Vocabulary,
+    facts: Sequence[tuple[str, str]] = (),
+    stage: str = TRAINING,
+    twin: str | None = None,
+) -> dict[str, Any]:
+    """The scored rollout as plain data for the page. ``facts``: what its group and the run know of it besides;
+    ``stage``: TRAINING, or which evaluation it is of; ``twin``: the id of the other evaluation's rollout of the same.
+    """
     left = TOKENS_SHOWN
     calls = []
     found = answers(record.rows)
@@ -104,6 +113,8 @@ def view(record: RolloutRecord, vocabulary: Vocabulary, facts: Sequence[tuple[st
         left = max(0, left - (answer.end - answer.start))
     return {
         "id": record.rollout_id,
+        "stage": stage,
+        "twin": twin,
         "task": record.task_id,
         "harness": record.harness,
         "index": record.index,

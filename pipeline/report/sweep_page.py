@@ -12,7 +12,7 @@ from pipeline.report.markup import Book, document, sentence_list, table
 from pipeline.report.store import write_text
 from pipeline.report.svg import COLORS, Chart
 from pipeline.report.sweep_table import BY_HARNESS, HEADINGS, harness_rows, notes, point_rows, three_cells
-from pipeline.report.table import ALL, NOTHING, change_points, change_sentences
+from pipeline.report.table import ALL, NOTHING, against_sentences, change_points, change_sentences
 
 AGAINST = "against the first, points"
 
@@ -56,7 +56,7 @@ def sweep_charts(names: Sequence[str], metrics: Sequence[Metrics]) -> list[Chart
 def _runs(points: Sequence[Point]) -> str:
     keys, settings = _settings(points)
     rows = (
-        (name, *settings[name], *cells, change_points(point["against"]), wall)
+        (name, *settings[name], *cells, change_points((point["against"] or {}).get("difference")), wall)
         for point, (name, *cells, wall) in zip(points, point_rows(points, three_cells), strict=True)
     )
     links = {point["name"]: point["page"] for point in points if point["page"]}
@@ -84,7 +84,7 @@ def _against(points: Sequence[Point]) -> str:
     lines = [
         (f"{point['name']}, {harness}" if harness != ALL else point["name"], text)
         for point in points[1:]
-        for harness, text in change_sentences(point["against"])
+        for harness, text in against_sentences(point["against"])
     ]
     if not lines:
         return "<p>No held-out task was evaluated after training both in the first run and in another.</p>"

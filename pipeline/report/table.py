@@ -67,7 +67,21 @@ def change_sentences(change: Results | None) -> Iterator[tuple[str, str]]:
     if len(parts) > 1:
         parts[ALL] = change
     for name, part in parts.items():
-        yield name, "; ".join((part["sentence"], part["flips"]["sentence"], part["savings"]["sentence"])) + "."
+        more = [part[key]["sentence"] for key in ("flips", "savings") if key in part]  # older results have no flips
+        yield name, "; ".join((part["sentence"], *more)) + "."
+
+
+def against_sentences(found: Results) -> Iterator[tuple[str, str]]:
+    """(harness, what one run does otherwise than another), or why that is not told."""
+    yield from change_sentences(found["difference"])
+    differs = "; ".join(found["differs"])
+    if found["difference"]:
+        if differs:
+            yield ALL, f"not like with like: {differs}."
+    elif found["provisional"]:
+        yield ALL, "not told before every rollout of both is graded."
+    elif differs:
+        yield ALL, f"they cannot be compared: {differs}."
 
 
 def _log_sentence(side: Results | None) -> str:

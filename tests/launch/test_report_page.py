@@ -15,12 +15,21 @@ from evaluation_helpers import made, settings
 from pipeline.cli import compose_config
 from pipeline.config import Config, UserError
 from pipeline.launch import jobs, reporting
-from pipeline.launch.report_page import TrainedGroups, choose, compare, find_vocabulary, reward_parts
+from pipeline.launch.report_page import (
+    PAIRS,
+    STAGES,
+    TrainedGroups,
+    choose,
+    evaluated_views,
+    find_vocabulary,
+    reward_parts,
+)
+from pipeline.launch.reporting import compare
 from pipeline.launch.run_directory import RunDirectory
 from pipeline.records import Outcome, PolicyVersion, RolloutRecord, Row, Verdict
 from pipeline.report.rollout_view import NoVocabulary
 from pipeline.report.store import append_jsonl, write_group
-from pipeline.report.table import change_sentences
+from pipeline.report.table import against_sentences
 from pipeline.stages.evaluation import INCOMPLETE
 
 
@@ -54,6 +63,7 @@ def run_of(config: Config, after: dict[str, int]) -> RunDirectory:
         for harness, right in solved.items():
             for place in range(4):
                 own = rollout(f"t{place // 2}", harness, place < right, place % 2)
+                own = replace(own, rollout_id=f"{label}-{harness}-{place}", group_id=f"{harness}-{place}")
                 write_group(run.evaluation(label) / f"{harness}-{place}.parquet", [own])
     attempt = run.attempt(1)
     write_group(attempt.groups / "g000000.parquet", [rollout("a", "pi", index < 2, index) for index in range(4)])
@@ -84,15 +94,38 @@ def test_the_page_shows_rewards_advantages_and_what_became_of_the_group(config: 
     run = run_of(config, {"pi": 4, "codex": 2})
     assert jobs.report(compose_config([]), [str(run.root)]) == 0
     data = data_of(run.report / "index.html")
-    assert len(data["rollouts"]) == 4
-    solved, _ = (own for own in data["rollouts"] if own["outcome"] == "solved")
+    trained = [own for own in data["rollouts"] if own["stage"] == "training"]
+    assert len(trained) == 4
+    solved, _ = (own for own in trained if own["outcome"] == "solved")
     facts = dict(solved["facts"])
     assert (solved["reward"], facts["Reward"]) == ("1.075", "1.0750")
     assert facts["Its parts"].startswith("1.0750 by pipeline.stages.advantage:default_reward (correctness 1, tool ca")
     assert facts["Advantage"] == "+0.5375; the 4 graded of its group have 0.5375 on average"
     assert facts["Group"] == "g000000: trained, update 0"
     assert solved["calls"][0]["ids"] == [2, 3] and solved["calls"][0]["logprobs"] == [-1.0, -2.0]
-    assert "4 of 4 kept rollouts" in (run.report / "index.html").read_text()
+    assert "4 of 4 kept training rollouts" in (run.report / "index.html").read_text()
+
+
+def test_the_page_shows_the_same_tasks_before_and_after(config: Config) -> None:
+    run = run_of(config, {"pi": 4, "codex": 2})
+    views = list(evaluated_views(run, NoVocabulary()))
+    assert len(views) == 16 and all(own["calls"] for own in views), "eight pairs, with their tokens"
+    known = {own["id"]: own for own in views}
+    kinds = set()
+    for own in views:
+        twin = known[own["twin"]]
+        assert (twin["task"], twin["harness"], twin["index"]) == (own["task"], own["harness"], own["index"])
+        assert twin["twin"] == own["id"] and {twin["stage"], own["stage"]} == set(STAGES.values())
+        if own["stage"] == STAGES["before"]:
+            kinds.add((own["harness"], own["outcome"], twin["outcome"]))
+    assert kinds == {("pi", "unsolved", "solved"), ("codex", "unsolved", "solved"), ("codex", "unsolved", "unsolved")}
+
+
+def test_an_evaluation_alone_is_shown_without_twins(config: Config) -> None:
+    run = run_of(config, {})
+    views = list(evaluated_views(run, NoVocabulary()))
+    assert len(views) == PAIRS and {(own["stage"], own["twin"]) for own in views} == {(STAGES["before"], None)}
+    assert list(evaluated_views(made(replace(config, run_dir=f"{config.run_dir}-2"), ()), NoVocabulary())) == []
 
 
 def test_stdout_holds_json_or_markdown_and_nothing_else(config: Config, capsys: pytest.CaptureFixture[str]) -> None:
@@ -113,8 +146,7 @@ def test_two_runs_side_by_side(config: Config, tmp_path: Path, capsys: pytest.Ca
     assert "- other against run, pi: -50.0 points, 95% interval" in shown
     page = first.report / "compare.html"
     assert "<h3>run</h3>" in page.read_text() and "<h3>other</h3>" in page.read_text()
-    assert len(data_of(page)["rollouts"]) == 8
-    assert len(data_of(other.report / "index.html")["rollouts"]) == 4
+    assert len(data_of(page)["rollouts"]) == 2 * len(data_of(other.report / "index.html")["rollouts"]) == 2 * (4 + 16)
     jobs.report(compose_config([]), [str(first.root), str(other.root), "--json"])
     printed = json.loads(capsys.readouterr().out)
     assert list(printed["runs"]) == ["run", "other"] and list(printed["compared"]["other"]) == ["codex", "pi", "all"]
@@ -130,9 +162,11 @@ def test_runs_of_the_same_name_are_told_apart(config: Config, tmp_path: Path) ->
 def test_a_comparison_needs_common_cells(config: Config, tmp_path: Path) -> None:
     first = run_of(config, {"pi": 4})
     other = run_of(replace(config, run_dir=str(tmp_path / "other")), {"codex": 2})
-    assert compare(first, other) is None
-    ((name, sentence),) = change_sentences(compare(first, first))
-    assert (name, sentence[:12]) == ("pi", "+0.0 points,")
+    assert list(against_sentences(compare(first, other))) == [
+        ("all", "not told before every rollout of both is graded.")
+    ]
+    nothing = made(replace(config, run_dir=str(tmp_path / "nothing")), ())
+    assert list(against_sentences(compare(first, nothing))) == []
 
 
 @pytest.mark.parametrize("words", [["--html"], ["--json", "--md"]])
@@ -163,7 +197,7 @@ def test_of_two_attempts_the_newer_group_and_the_last_ending_count(config: Confi
     groups = TrainedGroups(config, run)
     assert [record.outcome for _, record in groups.figures] == [Outcome.UNSOLVED] * 3
     assert groups.endings["g000000"]["what"] == "skipped"
-    assert dict(next(groups.views())["facts"])["Group"] == "g000000: skipped, no contrast"
+    assert dict(next(groups.views(NoVocabulary()))["facts"])["Group"] == "g000000: skipped, no contrast"
 
 
 def test_the_sample_takes_every_harness_and_outcome_in_turn() -> None:

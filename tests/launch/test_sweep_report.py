@@ -177,7 +177,9 @@ def test_the_page_compares_with_the_first_run_and_links_to_each(root: Path) -> N
     (root / "running" / "report" / "index.html").touch()
     report_sweep(root)
     points, page = read(root), (root / "report" / "index.html").read_text()
-    assert points["done"]["against"] is None and points["running"]["against"]["pass@1"] == pytest.approx(-0.375)
+    assert points["done"]["against"] is None and points["running"]["against"]["difference"]["pass@1"] == pytest.approx(
+        -0.375
+    )
     assert '<th scope="row"><a href="../running/report/index.html">running</a></th>' in page
     assert "running, pi: -50.0 points" in page and "<li>running: -37.5 points" in page
     assert '<th scope="row">done</th>' in page, "it has no page of its own"

@@ -82,6 +82,14 @@ class Page:
             raise AssertionError(answer["exceptionDetails"])
         return answer["result"].get("value")
 
+    def wait_for(self, script: str) -> None:
+        """Until a JavaScript expression is true."""
+        deadline = time.monotonic() + ANSWER_S
+        while not self.value(script):
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"not true within {ANSWER_S:g} s: {script}")
+            time.sleep(0.02)
+
     def press(self, key: str) -> None:
         """A key, for what has the focus."""
         for kind in ("keyDown", "keyUp"):

@@ -101,8 +101,16 @@ def page_run(name: str = "one", updates: int = 12) -> PageRun:
         causes=[("pi", EVIL, 3)],
         groups={"trained": 10, "skipped": 2},
         rollouts=[
-            view(replace(forked(), task_id=EVIL, index=place), EvilVocabulary(), [("Group", EVIL)])
+            view(
+                replace(forked(), rollout_id=f"r{place}", task_id=EVIL, index=place),
+                EvilVocabulary(),
+                [("Group", EVIL)],
+            )
             for place in range(3)
+        ]
+        + [
+            view(replace(forked(), rollout_id=own), EvilVocabulary(), [], f"the evaluation {own} training", twin)
+            for own, twin in (("before", "after"), ("after", "before"))
         ],
         kept=83,
         comparisons=[("pi", EVIL)],

@@ -57,7 +57,7 @@ def test_tables_name_their_rows_and_columns() -> None:
     found = outline(page([page_run()]))
     heads = [attributes.get("scope") for tag, attributes in found.seen if tag == "th"]
     assert heads and set(heads) == {"row", "col"}
-    assert [tag for tag, _ in found.seen].count("caption") == [tag for tag, _ in found.seen].count("table") == 4
+    assert [tag for tag, _ in found.seen].count("caption") == [tag for tag, _ in found.seen].count("table") == 6
 
 
 def test_figures_and_sentences() -> None:
@@ -69,7 +69,8 @@ def test_figures_and_sentences() -> None:
         "all: +30.0 points" in text and "25.0% fewer tool calls (40 → 30) where both solved the task, n = 10." in text
     )
     assert "Of 2 training tasks up to update 12, no rollout solved 1" in text
-    assert "3 of 83 kept rollouts are on this page" in text
+    assert "3 of 83 kept training rollouts are on this page" in text
+    assert "1 from the evaluation before training, 1 from the evaluation after training: the same tasks" in text
     assert "points per 100 updates" in text and "over 3 evaluations" in text
     assert '50.0%<span class="share" style="--w:50.0%">' in text
 
@@ -115,7 +116,7 @@ def test_the_page_in_a_browser(shown: tuple[Page, str], width: int, dark: bool) 
 def test_the_viewer_shows_calls_tokens_and_the_tree(shown: tuple[Page, str]) -> None:
     opened, url = shown
     opened.open(url, 1280)
-    assert opened.value("document.querySelectorAll('#which option').length") == 3
+    assert opened.value("document.querySelectorAll('#which option').length") == 5
     titles = opened.value("[...document.querySelectorAll('.call h4')].map((e) => e.textContent)")
     assert titles == [
         "Call 1: the main agent's first call",
@@ -135,6 +136,26 @@ def test_the_viewer_shows_calls_tokens_and_the_tree(shown: tuple[Page, str]) -> 
     assert opened.value("document.getElementById('which').selectedIndex") == 1
     assert opened.value("document.querySelector('#rollout h3').textContent").startswith(EVIL)
     assert opened.value("document.title") == "Yoke: one", "nothing of it ran"
+
+
+@pytest.mark.slow
+def test_a_link_leads_to_a_rollout_and_from_there_to_its_twin(shown: tuple[Page, str]) -> None:
+    opened, url = shown
+    opened.errors.clear()
+    opened.open("about:blank", 360)  # else the same page would only move, and not load
+    opened.open(f"{url}#rollout-before", 360)
+    assert opened.value("document.activeElement.id") == "rollout-before"
+    assert opened.value("document.querySelector('#rollout h3').textContent").endswith("the evaluation before training")
+    link = "[...document.querySelectorAll('#rollout a')].find((e) => e.textContent.startsWith('The same in'))"
+    assert opened.value(f"{link}.textContent") == "The same in the evaluation after training: solved"
+    opened.value(f"{link}.click()")
+    opened.wait_for("document.activeElement.id === 'rollout-after'")
+    assert opened.value("document.querySelector('#which').selectedOptions[0].parentNode.label") == (
+        "the evaluation after training, pi"
+    )
+    opened.value("location.hash = '#rollout-elsewhere'")
+    opened.wait_for("document.querySelector('#rollout').textContent.includes('elsewhere is not among those')")
+    assert opened.value("document.documentElement.scrollWidth") <= 360 and opened.errors == []
 
 
 @pytest.mark.slow

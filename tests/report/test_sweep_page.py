@@ -16,6 +16,10 @@ from pipeline.report.svg import COLORS
 from pipeline.report.sweep_page import sweep_charts, sweep_page, write_sweep_page
 
 
+def against(difference: Any, *differs: str, provisional: bool = False) -> dict[str, Any]:
+    return {"difference": difference, "comparable": None, "differs": list(differs), "provisional": provisional}
+
+
 def point(name: str, number: int, **fields: Any) -> dict[str, Any]:
     """A finished run; all but the first have a difference against it."""
     results = page_run(name).results
@@ -29,7 +33,7 @@ def point(name: str, number: int, **fields: Any) -> dict[str, Any]:
         "updates_planned": 12,
         "reward": 0.5,
         "wall_s": 3720.0,
-        "against": results["difference"] if number else None,
+        "against": against(results["difference"]) if number else None,
         "page": f"../{name}/report/index.html",
         **taken,
         **fields,
@@ -42,8 +46,17 @@ def sweep(*points: dict[str, Any]) -> dict[str, Any]:
 
 def three() -> dict[str, Any]:
     """One that has not begun, and one whose words are evil."""
-    nothing = dict.fromkeys(("before", "after", "difference", "against", "page", "reward", "wall_s"))
-    waits = point("c", 2, **nothing, state="queued", updates=0, updates_planned=0, overrides=["algorithm.lr=3e-6"])
+    nothing = dict.fromkeys(("before", "after", "difference", "page", "reward", "wall_s"))
+    waits = point(
+        "c",
+        2,
+        **nothing,
+        against=against(None),
+        state="queued",
+        updates=0,
+        updates_planned=0,
+        overrides=["algorithm.lr=3e-6"],
+    )
     return sweep(point("a", 0), point("b", 1, state="failed", reason=EVIL), waits)
 
 
@@ -65,6 +78,18 @@ def test_every_run_is_compared_in_sentences() -> None:
     assert "<li>b: +30.0 points, 95% interval 12.5 to 47.5, n = 40 pairs; 12 newly solved, 0 no longer" in text
     assert "<li>b, pi: +40.0 points" in text and "<li>a: +30.0 points" in text
     assert "No held-out task was evaluated after training" in sweep_page(sweep(point("a", 0)), [[]])
+
+
+def test_what_cannot_be_compared_is_said() -> None:
+    others = [
+        point("b", 1, against=against(None, "tasks differ: 3 of 40, the first is t7")),
+        point("c", 2, against=against(None, provisional=True)),
+        point("d", 3, against=against(page_run().results["difference"], "pi ran at version 1, then 2")),
+    ]
+    text = sweep_page(sweep(point("a", 0), *others), [[]] * 4)
+    assert "<li>b: they cannot be compared: tasks differ: 3 of 40, the first is t7.</li>" in text
+    assert "<li>c: not told before every rollout of both is graded.</li>" in text
+    assert "<li>d: not like with like: pi ran at version 1, then 2.</li>" in text and "<li>d: +30.0 points" in text
 
 
 def test_text_of_a_sweep_cannot_become_part_of_its_page() -> None:

@@ -132,15 +132,37 @@ function branches(calls) {
   return list;
 }
 
+function words(outcome) {
+  return outcome.replaceAll("_", " ");
+}
+
+function anchor(rollout) {
+  return "rollout-" + rollout.id;
+}
+
 function showRollout(rollout) {
   const place = document.getElementById("rollout");
   const facts = make("dl");
   for (const [name, value] of rollout.facts) facts.append(make("dt", name), make("dd", value));
-  const parts = [make("h3", `${rollout.task} in ${rollout.harness}`), facts];
+  const heading = make("h3");
+  heading.append(make("a", `${rollout.task} in ${rollout.harness}`, { href: `#${anchor(rollout)}` }), `, ${rollout.stage}`);
+  const parts = [heading, facts];
+  const twin = data.rollouts.find((other) => other.id === rollout.twin);
+  if (twin) {
+    const link = make("p");
+    link.append(make("a", `The same in ${twin.stage}: ${words(twin.outcome)}`, { href: `#${anchor(twin)}` }));
+    parts.push(link);
+  }
   if (rollout.calls.length) parts.push(make("h3", "Calls"), branches(rollout.calls));
   else parts.push(make("p", "Nothing of this rollout is trained, so no token of it was kept."));
   rollout.calls.forEach((call, number) => parts.push(callBox(call, number, rollout.version)));
-  place.replaceChildren(...parts);
+  const shown = make("article", undefined, { id: anchor(rollout), tabindex: "-1" });
+  shown.append(...parts);
+  place.replaceChildren(shown);
+}
+
+function reward(rollout) {
+  return rollout.stage === "training" ? `, reward ${rollout.reward}` : "";
 }
 
 function startViewer() {
@@ -148,9 +170,9 @@ function startViewer() {
   if (!select) return;
   const groups = new Map();
   data.rollouts.forEach((rollout, place) => {
-    const label = `${rollout.run}${rollout.harness}`;
+    const label = `${rollout.run}${rollout.stage}, ${rollout.harness}`;
     if (!groups.has(label)) groups.set(label, select.appendChild(make("optgroup", undefined, { label })));
-    groups.get(label).append(make("option", `${rollout.task} #${rollout.index}: ${rollout.outcome.replaceAll("_", " ")}, reward ${rollout.reward}`, { value: place }));
+    groups.get(label).append(make("option", `${rollout.task} #${rollout.index}: ${words(rollout.outcome)}${reward(rollout)}`, { value: place }));
   });
   const order = [...select.options].map((option) => option.value);
   const show = () => showRollout(data.rollouts[select.value]);
@@ -158,10 +180,24 @@ function startViewer() {
     select.value = order[(order.indexOf(select.value) + step + order.length) % order.length];
     show();
   };
+  // #rollout-ID leads to a rollout, from anywhere; not every rollout of a run is on its page.
+  const follow = () => {
+    if (!location.hash.startsWith("#rollout-")) return;
+    const id = decodeURIComponent(location.hash.slice("#rollout-".length));
+    const place = data.rollouts.findIndex((rollout) => rollout.id === id);
+    if (place < 0) return document.getElementById("rollout").replaceChildren(make("p", `Rollout ${id} is not among those on this page.`));
+    select.value = place;
+    show();
+    const shown = document.getElementById(anchor(data.rollouts[place]));
+    shown.scrollIntoView();
+    shown.focus({ preventScroll: true });
+  };
+  window.addEventListener("hashchange", follow);
   select.addEventListener("change", show);
   document.getElementById("previous").addEventListener("click", turn(-1));
   document.getElementById("next").addEventListener("click", turn(1));
   show();
+  follow();
 }
 
 document.querySelectorAll("figure.chart").forEach((figure, place) => watchChart(figure, data.charts[place]));
