@@ -114,7 +114,7 @@ def workspace(harnesses: Sequence[str], entity: str = "entity", project: str = "
         workspaces.Section(name=name, is_open=place < 2, panels=[_plot(reports, *panel) for panel in panels])
         for place, (name, panels) in enumerate(sections(harnesses))
     ]
-    tables = [reports.WeavePanelSummaryTable(table_name=name) for name in TABLES]
+    tables: list[Any] = [reports.WeavePanelSummaryTable(table_name=name) for name in TABLES]
     return workspaces.Workspace(
         entity=entity,
         project=project,
