@@ -23,7 +23,7 @@ from dataclasses import asdict, dataclass, field
 from importlib import metadata
 from math import sqrt
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from packaging.markers import Marker
 
@@ -94,22 +94,31 @@ class Bench:
     log: Path
 
     def yoke(self, *words: str) -> str:
-        """What `yoke` with these words prints on stdout. Raises StepFailed when it ends with another code than 0."""
+        """What `yoke` with these words prints. Raises StepFailed when it ends with another code than 0."""
+        with self.log.open("a+") as log:
+            began = self._note(log, words)
+            self._run(words, stdout=log, stderr=log)
+            log.seek(began)
+            return log.read()
+
+    def yoke_json(self, *words: str) -> Any:
+        """What `yoke` with these words prints on stdout, read as JSON. Raises StepFailed as yoke."""
         with self.log.open("a") as log:
-            log.write(f"$ yoke {' '.join(words)}\n")
-            log.flush()
-            done = subprocess.run(
-                command(*words), stdout=subprocess.PIPE, stderr=log, text=True, cwd=ROOT, timeout=COMMAND_S
-            )
-            log.write(done.stdout)
+            self._note(log, words)
+            return json.loads(self._run(words, stdout=subprocess.PIPE, stderr=log))
+
+    def _run(self, words: Sequence[str], **streams: Any) -> str:
+        done = subprocess.run(command(*words), text=True, cwd=ROOT, timeout=COMMAND_S, **streams)
         if done.returncode:
             raise StepFailed(f"`yoke {' '.join(words)}` ended with {done.returncode}\n{last_lines(self.log)}")
-        return done.stdout
+        return done.stdout or ""
 
-    def reported(self, run_dir: Path) -> dict[str, Any]:
-        """results.json of a run, made anew."""
-        found: dict[str, Any] = json.loads(self.yoke("report", str(run_dir), "--json"))
-        return found
+    @staticmethod
+    def _note(log: IO[str], words: Sequence[str]) -> int:
+        """Write down which command is run; returns where in the log its output begins."""
+        log.write(f"$ yoke {' '.join(words)}\n")
+        log.flush()
+        return log.tell()
 
 
 Step = tuple[str, Callable[[Bench], str]]  # the heading in REPRODUCE.md; what does it and says in a line what came out
@@ -151,7 +160,7 @@ def prepare(bench: Bench) -> str:
 def preflight(bench: Bench) -> str:
     """Every check. A quick one leaves those of the engine to the start of the smoke run, which makes them too."""
     skip = ["preflight.skip=[engine,parser,thinking,continuity,logprobs,trainer]"] if bench.plan.quick else []
-    found = json.loads(bench.yoke("preflight", *bench.plan.pilot_settings, *skip, "--json"))
+    found = bench.yoke_json("preflight", *bench.plan.pilot_settings, *skip, "--json")
     made = [check["name"] for check in found["checks"] if check["result"] == "ok"]
     if not found["ok"] or len(made) < (8 if skip else 14):
         raise StepFailed(f"only these checks passed: {', '.join(made)}")
@@ -272,7 +281,7 @@ def held_to_own(bench: Bench, run_dir: Path, checkpoint: str, side: str) -> str:
     """Evaluate a checkpoint by itself, and hold it to what the run measured with the same weights while it trained."""
     bench.yoke("evaluate", f"run_dir={run_dir}", f"stage.checkpoint={checkpoint}")
     label = checkpoint if checkpoint == "base" else checkpoints(run_dir)[-1].name
-    figures = bench.reported(run_dir)
+    figures = bench.yoke_json("report", str(run_dir), "--json")
     found, own = evaluated(figures, label), (figures[side]["pass@1"], figures[side]["n"])
     require_same(found, own, f"{checkpoint} evaluated by itself", f"`{side}`")
     return f"{checkpoint} by itself {found[0]:.1%} of {found[1]} (`{side}` was {own[0]:.1%})"
