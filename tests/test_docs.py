@@ -20,7 +20,7 @@ PAGES = [path for path in sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")]) 
 
 FENCE = re.compile(r"^( *)```[^\n]*\n(.*?)^\1```", re.M | re.S)
 SPAN = re.compile(r"(?<!`)`([^`]+)`(?!`)")
-NEXT = re.compile(r"\s(?:&&|\|\||[|;&>]|\d>)\s?")  # behind it another command begins
+NEXT = re.compile(r"\s(?:&&|\|\||[|;&>]|\d>)\s?|\s{2,}\(")  # behind it another command begins, or words about it
 COMMAND = re.compile(r"\s*(?:\$ )?(?:[A-Z_]+=\S+ +)*(?:\S*/)?(yoke|make|sbatch) +(?=[a-z+-])")
 OPEN = re.compile(r"…|\.\.\.|^[A-Z_]+$|^\[")  # a word that the reader fills in, or may leave out
 GIVEN = ("tasks.train=x", "tasks.test=x")  # what has no default, for commands that leave it out
@@ -87,6 +87,14 @@ def _compose(settings: tuple[str, ...]) -> None:
 def test_every_yoke_command_is_one(page: Path) -> None:
     found = {tuple(words) for program, words in commands(page.read_text()) if program == "yoke" and words}
     assert {" ".join(words): why for words in sorted(found) if (why := wrong(list(words)))} == {}
+
+
+def test_every_experiment_opens_with_commands_that_are_ones() -> None:
+    for path in (ROOT / "conf" / "experiment").glob("*.yaml"):
+        lines = [line.removeprefix("# ") for line in path.read_text().splitlines() if line.startswith("# yoke")]
+        found = [words for _, words in commands("```\n" + "\n".join(lines) + "\n```\n")]
+        assert found, f"{path.name} does not say how it is run"
+        assert {" ".join(words): why for words in found if (why := wrong(words))} == {}, path.name
 
 
 def test_every_make_target_and_script_is_there() -> None:

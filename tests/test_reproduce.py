@@ -18,7 +18,8 @@ from pipeline.report.statistics import wilson
 from tools import reproduce
 from tools.reproduce import Bench, Plan, StepFailed
 
-PAGE = (Path(__file__).resolve().parent.parent / "REPRODUCE.md").read_text()
+ROOT = Path(__file__).resolve().parent.parent
+PAGE = (ROOT / "REPRODUCE.md").read_text()
 FOUR = {
     "OpenCode": "opencode",
     "Claude Code": "claude-code",
@@ -53,6 +54,17 @@ def test_the_page_has_the_pins() -> None:
         assert f"`{digest}`" in PAGE
     for title, name in FOUR.items():
         assert f"| {title} | {get_harness(name).version} (the reference" in PAGE
+
+
+def test_each_pin_stands_where_the_page_says() -> None:
+    """A row names a value and the files that fix it: a revision must be in each, and each must be there."""
+    rows = re.findall(r"^\| [^|]+ \| ([^|]+) \| ([^|]+) \|$", PAGE.partition("## 2.")[0], re.M)
+    assert len(rows) > 10
+    for value, places in rows:
+        revision = re.search(r"revision `(\w{40})`", value)
+        for place in re.findall(r"`((?:conf|pipeline|requirements|setup)[\w./-]+)`", places):
+            assert (ROOT / place).exists(), place
+            assert revision is None or revision[1] in (ROOT / place).read_text(), f"{revision[1]} in {place}"
 
 
 def test_model_and_tasks_are_as_pinned() -> None:
@@ -195,7 +207,7 @@ def test_what_is_done_is_skipped_and_what_failed_is_done_again(plan: Plan, capsy
     steps = [step(name) for name in ("first", "second", "third")]
     assert reproduce.reproduce(plan, steps) == 1
     assert calls == ["first", "second"]
-    assert "second            FAILED after 0 s: it broke" in capsys.readouterr().out
+    assert "second              FAILED after 0 s: it broke" in capsys.readouterr().out
     broken.clear()
     assert reproduce.reproduce(plan, steps) == 0
     assert calls == ["first", "second", "second", "third"]

@@ -44,6 +44,7 @@ QUICKSTART = "+experiment=quickstart"
 SPLITS = {"train": 96, "test": 100}  # tasks of conf/experiment/quickstart.yaml
 SMOKE = ("+experiment=smoke", "training.updates=2", "training.checkpoint_every=1", "evaluation.before=false")
 PILOT_UPDATES = 12
+IMPORT = "imported"  # label of a checkpoint that was taken over
 # Held-out pass@1 of the quick start over seeds 0, 1 and 2: mean and standard deviation (docs/quickstart.md).
 EXPECTED = {"before": (0.457, 0.038), "after": (0.878, 0.020)}
 SIGMAS = 4.0  # a check that is made on every CI run must not fail by chance
@@ -84,6 +85,14 @@ class Plan:
     @property
     def pilot_settings(self) -> tuple[str, ...]:
         return (QUICKSTART, *self.words)
+
+    @property
+    def smoke_settings(self) -> tuple[str, ...]:
+        return (*SMOKE, f"mix.harnesses=[{','.join(self.harnesses)}]")
+
+    @property
+    def measured_settings(self) -> tuple[str, ...]:
+        return self.smoke_settings if self.quick else self.pilot_settings
 
 
 @dataclass
@@ -172,7 +181,10 @@ def smoke(bench: Bench) -> str:
     run_dir = bench.plan.smoke
     with bench.log.open("a") as log:
         running = subprocess.Popen(
-            command("train", *smoke_words(bench.plan), "fresh=true"), stdout=log, stderr=log, cwd=ROOT
+            command("train", f"run_dir={run_dir}", *bench.plan.smoke_settings, "fresh=true"),
+            stdout=log,
+            stderr=log,
+            cwd=ROOT,
         )
     try:
         deadline = time.monotonic() + KILL_S
@@ -189,7 +201,7 @@ def smoke(bench: Bench) -> str:
 def resume(bench: Bench) -> str:
     """The same command goes on; every group ends once; the checkpoint is loaded into a fresh engine and evaluated."""
     run_dir = bench.plan.smoke
-    bench.yoke("train", *smoke_words(bench.plan))
+    bench.yoke("train", f"run_dir={run_dir}", *bench.plan.smoke_settings)
     state = json.loads((checkpoints(run_dir)[-1] / "state.json").read_text())["state"]["flow"]
     scheduled = {f"g{index:06d}" for index in range(state["next_index"])}
     attempts = len(list((run_dir / "attempts").iterdir()))
@@ -215,6 +227,22 @@ def evaluation(bench: Bench) -> str:
     """Base first, then the newest checkpoint, each from disk into a fresh engine. A quick one has no base."""
     both = (("base", "before"), ("newest", "after"))
     return "; ".join(held_to_own(bench, bench.plan.measured, *pair) for pair in both[bench.plan.quick :])
+
+
+def check_evaluator(bench: Bench) -> str:
+    """An exported checkpoint, imported as a stranger's: the same weights, and the same pass@1."""
+    plan = bench.plan
+    name = checkpoints(plan.measured)[-1].name
+    export, place = plan.measured / "models" / name, plan.imported
+    bench.yoke("import", f"model={export}", f"label={IMPORT}", f"run_dir={place}", *plan.measured_settings)
+    weights = {digest(path / MODEL) for path in (export, place / "models" / IMPORT)}
+    if len(weights) != 1:
+        raise StepFailed(f"{place / 'models' / IMPORT} holds other weights than {export}")
+    bench.yoke("evaluate", f"run_dir={place}", f"stage.checkpoint={IMPORT}")
+    found = evaluated(bench.yoke_json("report", str(place), "--json"), IMPORT)
+    own = evaluated(results(plan.measured), name)
+    require_same(found, own, "imported", name)
+    return f"the same weights; {found[0]:.1%} of {found[1]} (its own evaluation {own[0]:.1%})"
 
 
 def full_run(bench: Bench) -> str:
@@ -261,6 +289,7 @@ STEPS: tuple[Step, ...] = (
     ("Smoke", smoke),
     ("Resume", resume),
     ("Pilot", pilot),
+    ("Check the evaluator", check_evaluator),
     ("Full run", full_run),
     ("Evaluation", evaluation),
     ("Report", report),
@@ -321,10 +350,6 @@ def digest(place: Path) -> str:
     for path in sorted(path for path in place.rglob("*") if path.is_file()):
         whole.update(f"{path.relative_to(place)}\0{digest(path)}\n".encode())
     return whole.hexdigest()
-
-
-def smoke_words(plan: Plan) -> tuple[str, ...]:
-    return (f"run_dir={plan.smoke}", *SMOKE, f"mix.harnesses=[{','.join(plan.harnesses)}]")
 
 
 def checkpoints(run_dir: Path) -> list[Path]:
@@ -449,7 +474,7 @@ def reproduce(plan: Plan, steps: Sequence[Step] = STEPS) -> int:
     progress = Progress(plan.root / "steps.json", plan)
     progress.load()
     for number, (name, action) in enumerate(steps, 1):
-        title = f"[{number:2}/{len(steps)}] {name:<17}"
+        title = f"[{number:2}/{len(steps)}] {name:<19}"
         if name in progress.done and action is not pins:
             say(f"{title} done before: {progress.done[name]['said']}")
             continue
