@@ -242,7 +242,10 @@ def check_evaluator(bench: Bench) -> str:
     found = evaluated(bench.yoke_json("report", str(place), "--json"), IMPORT)
     own = evaluated(results(plan.measured), name)
     require_same(found, own, "imported", name)
-    return f"the same weights; {found[0]:.1%} of {found[1]} (its own evaluation {own[0]:.1%})"
+    cohorts = [cohort(run_dir, label) for run_dir, label in ((plan.measured, name), (place, IMPORT))]
+    if cohorts[0] != cohorts[1]:
+        raise StepFailed(f"the two evaluations are of other tasks or graders: {cohorts}")
+    return f"the same weights, tasks and graders; {found[0]:.1%} of {found[1]} (its own evaluation {own[0]:.1%})"
 
 
 def full_run(bench: Bench) -> str:
@@ -304,6 +307,12 @@ def results(run_dir: Path) -> dict[str, Any]:
     """The results.json that a run left."""
     found: dict[str, Any] = json.loads((run_dir / "report" / "results.json").read_text())
     return found
+
+
+def cohort(run_dir: Path, label: str) -> dict[str, str]:
+    """The hashes of an evaluation's tasks and graders."""
+    found = json.loads((run_dir / "evaluation" / label / "cohort.json").read_text())
+    return {key: found[key] for key in ("sha256", "graders_sha256")}
 
 
 def held_to_own(bench: Bench, run_dir: Path, checkpoint: str, side: str) -> str:
