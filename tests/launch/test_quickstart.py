@@ -16,7 +16,6 @@ from wandb_files import history, offline_files, table_of
 from pipeline.report.metrics import read_metrics
 from pipeline.report.wandb_log import COLUMNS
 from pipeline.report.wandb_panels import missing
-
 from tools.reproduce import STEPS
 
 SETTINGS = [
