@@ -118,6 +118,11 @@ JOBS: dict[str, Job] = {
         "pipeline.launch.preflight_job:run",
         words="[--json]",
     ),
+    "tasks": Job(
+        "the task sets of tasks=…: how many tasks, of what level; whether they give an answer away (docs/tasks.md)",
+        "pipeline.launch.tasks:run",
+        words="list | check",
+    ),
     "check": Job("look at every setting and every task without starting anything", "check"),
 }
 

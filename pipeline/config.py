@@ -154,16 +154,36 @@ def check_curriculum(curriculum: CurriculumConfig) -> None:
 
 
 @dataclass
-class TasksConfig:
-    """Training and held-out tasks: Harbor directories, or generated ones."""
+class GatesConfig:
+    """What is looked for in the files of a task set: each is error, warning or off."""
 
-    kind: str = "generated"  # generated | harbor
-    train: str | None = None  # directory of task directories (harbor)
+    duplicate: str = "error"  # two tasks of a split with the same instruction and environment
+    same_id: str = "error"  # a task of both splits, by its id
+    same_instruction: str = "error"
+    same_source: str = "warning"
+    leak: str = "error"  # what environment/ tells of the solution, the tests or the answer
+    source_keys: list[str] = field(default_factory=lambda: ["source", "kaggle_dataset_name"])  # of task.toml's metadata
+    allow: list[str] = field(default_factory=list)  # TASK:FILE below environment/, patterns: leaks that are none
+
+
+@dataclass
+class TasksConfig:
+    """Training and held-out tasks (docs/tasks.md): Harbor directories, or ones that Yoke makes."""
+
+    kind: str = "generated"  # generated | harbor | smoldata | humaneval
+    train: str | None = None  # directory of task directories (harbor); or of the hub, OWNER/NAME@COMMIT (smoldata)
     test: str | None = None
-    train_size: int = 256
+    train_names: str | None = None  # file that names the tasks to take; null = all
+    test_names: str | None = None
+    source: str | None = None  # humaneval: HumanEval.jsonl.gz; null = the installed package's
+    test_share: float = 0.25  # humaneval: share of the tasks that is held out
+    levels: list[str] = field(default_factory=list)  # only tasks that their authors call so; [] = all
+    train_size: int = 256  # the first so many; 0 = all (but for generated ones)
     test_size: int = 100
     seed: int = 0
+    host_env: list[str] = field(default_factory=list)  # variables of the host that verifiers may ask for in vain
     check: bool = True  # oracle → 1 and nop → 0 on every task before the run
+    gates: GatesConfig = field(default_factory=GatesConfig)
 
 
 @dataclass

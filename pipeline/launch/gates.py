@@ -1,21 +1,47 @@
-"""Every task checked once a run, before anything is spent on it: its oracle scores 1, doing nothing scores 0."""
+"""The tasks of a run, checked before anything is spent on it: their files at every start, for what they give away;
+once a run, that each task's oracle scores 1 and doing nothing scores 0.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import random
+import sys
 import time
 
 from pipeline.config import Config, UserError
 from pipeline.launch.data import load_split
 from pipeline.launch.run_directory import Attempt, RunDirectory
+from pipeline.report.bar import Bar
 from pipeline.report.store import write_json
 from pipeline.sandbox.base import make_sandbox
 from pipeline.stages.gates import check_tasks
+from pipeline.stages.integrity import Finding, inspect
+from pipeline.tasks.harbor import HarborTask
 
 PLACE = "gates.json"  # in the run directory, once its tasks are checked
 GATES_S = 7200.0
 POLL_S = 1.0
+SHOWN = 3  # problems of one message
+log = logging.getLogger("yoke.gates")
+
+
+def inspect_files(config: Config, train: list[HarborTask], test: list[HarborTask]) -> list[Finding]:
+    """What the tasks' files give away and tasks.gates only warns of, logged. Raises UserError for what is an error."""
+    gates = config.tasks.gates
+    findings = inspect(train, test, gates)
+    errors = [finding for finding in findings if getattr(gates, finding.kind) == "error"]
+    if errors:
+        shown = "; ".join(finding.text for finding in errors[:SHOWN])
+        kinds = ", ".join(f"tasks.gates.{kind}" for kind in dict.fromkeys(finding.kind for finding in errors))
+        raise UserError(
+            f"{len(errors)} faults in the task set ({kinds}): {shown}{'; …' if len(errors) > SHOWN else ''} "
+            "(docs/tasks.md says how to allow what is none)"
+        )
+    for finding in findings:
+        log.warning("tasks: %s", finding.text)
+    return findings
 
 
 def ensure_gates(config: Config, run: RunDirectory) -> int | None:
@@ -41,11 +67,18 @@ def check_all(config: Config, run: RunDirectory, sample: int = 0) -> int:
     splits = [load_split(config, run, split) for split in ("train", "test")]
     chosen = random.Random(config.seed)
     tasks = [task for split in splits for task in chosen.sample(split, min(sample or len(split), len(split)))]
-    failures = asyncio.run(
-        check_tasks(tasks, make_sandbox(config.sandbox), config.concurrency, system=config.sandbox.image)
-    )
+    with Bar("tasks checked", len(tasks), stream=sys.stderr) as bar:
+        failures = asyncio.run(
+            check_tasks(
+                tasks,
+                make_sandbox(config.sandbox),
+                config.concurrency,
+                system=config.sandbox.image,
+                progress=lambda done, total: bar.advance(1, ""),
+            )
+        )
     if failures:
-        shown = "; ".join(str(failure) for failure in failures[:3])
+        shown = "; ".join(str(failure) for failure in failures[:SHOWN])
         raise UserError(f"{len(failures)} of {len(tasks)} tasks fail their own check: {shown}")
     return len(tasks)
 

@@ -62,7 +62,7 @@ def _dry_run(config: Config) -> int:
     run = RunDirectory(Path(config.run_dir))
     preflight.check_settings(config, port_is_ours=True)
     preflight_table.refuse_at_start(config, run)
-    if config.tasks.kind == "harbor":
+    if config.tasks.kind != "generated":
         preflight.check_tasks_readable(config, run)
     say(slurm.text(config, run) if config.cluster.name == "slurm" else plan(config, run))
     return 0
@@ -101,7 +101,7 @@ def check(config: Config) -> int:
     preflight_table.refuse_at_start(config, RunDirectory(Path(config.run_dir)))
     with tempfile.TemporaryDirectory() as scratch:
         run = RunDirectory(Path(scratch))
-        preflight.check_tasks_readable(config, run)
+        say(f"tasks: {preflight.check_tasks_readable(config, run)}")
         say(f"settings are fine; {check_all(config, run)} tasks are: the oracle scores 1, doing nothing scores 0")
     return 0
 
@@ -306,8 +306,10 @@ def _open(
         preflight_table.refuse_at_start(config, run)
     if not quiet:
         say(f"sandbox: {sandbox}")
-    if config.tasks.kind == "harbor":
-        preflight.check_tasks_readable(config, run)
+    if config.tasks.kind != "generated":
+        tasks = preflight.check_tasks_readable(config, run)
+        if not quiet:
+            say(f"tasks: {tasks}")
     if config.fresh and not allocation.restarted():
         start_over(run)
     run.save_config(config)

@@ -14,6 +14,7 @@ from pipeline.harness.base import HarnessRecipe, get_harness, harness_root
 from pipeline.hub import cached_file, split
 from pipeline.launch.data import load_split
 from pipeline.launch.evaluation_jobs import evaluation_cluster
+from pipeline.launch.gates import inspect_files
 from pipeline.launch.preflight_machine import ROOM_GB, free_gb
 from pipeline.launch.run_directory import RunDirectory
 from pipeline.launch.slurm import SET_BY_US
@@ -22,7 +23,9 @@ from pipeline.report.wandb_log import check_wandb
 from pipeline.sandbox.base import choose_sandbox
 from pipeline.sandbox.images import TASK, fetch_image
 from pipeline.stages.advantage import configured_reward
+from pipeline.stages.integrity import check_gates
 from pipeline.stages.schedule import weighted_cycle
+from pipeline.tasks.sets import KINDS, describe
 
 
 def check_settings(config: Config, port_is_ours: bool = False) -> str:
@@ -36,6 +39,7 @@ def check_settings(config: Config, port_is_ours: bool = False) -> str:
     check_algorithm(config.algorithm)
     check_training(config.training)
     check_curriculum(config.curriculum)
+    check_gates(config.tasks.gates)
     _check_model(config)
     _check_harnesses(config)
     _check_place(Path(config.run_dir))
@@ -113,7 +117,7 @@ def _check_names(config: Config) -> None:
     """Words that only a rank would stumble over, minutes later."""
     known: dict[str, tuple[object, Collection[object]]] = {
         "cluster.name": (config.cluster.name, ("local", "slurm", "allocation")),
-        "tasks.kind": (config.tasks.kind, ("generated", "harbor")),
+        "tasks.kind": (config.tasks.kind, KINDS),
         "model.dtype": (config.model.dtype, ("float32", "bfloat16", "float16")),
     }
     for name, (value, choices) in known.items():
@@ -171,12 +175,15 @@ def _check_place(run_dir: Path) -> None:
         raise UserError(f"run_dir={run_dir}: only {free:.2f} GB free, a run needs at least {ROOM_GB:g} GB")
 
 
-def check_tasks_readable(config: Config, run: RunDirectory) -> None:
-    """Have the tasks' images at hand, if they are asked for.
+def check_tasks_readable(config: Config, run: RunDirectory) -> str:
+    """Have the tasks at hand, and their images, if they are asked for. Returns how many there are, and of what level.
 
-    Raises UserError for a task directory that is not in Harbor's format, or an image that cannot be had.
+    Raises UserError for a task directory that is not in Harbor's format, files that give an answer away, or an image
+    that cannot be had.
     """
-    tasks = [task for split in ("train", "test") for task in load_split(config, run, split)]
+    train, test = (load_split(config, run, split) for split in ("train", "test"))
+    inspect_files(config, train, test)
     if config.sandbox.image == TASK:
-        for image in sorted({task.image for task in tasks} - {""}):
+        for image in sorted({task.image for task in (*train, *test)} - {""}):
             fetch_image(replace(config.sandbox, image=image))
+    return f"{describe(train)} for training, {describe(test)} held out"

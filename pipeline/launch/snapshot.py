@@ -10,10 +10,12 @@ import secrets
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pipeline
-from pipeline.config import Config
+from pipeline.config import Config, TasksConfig
 from pipeline.launch.run_directory import RunDirectory
+from pipeline.tasks.hub import is_pinned
 
 SOURCE = Path(pipeline.__file__).parents[1]  # holds pipeline/ and conf/
 PARTS = ("pipeline", "conf")
@@ -63,7 +65,7 @@ def with_absolute_paths(config: Config) -> Config:
         config,
         run_dir=_absolute(config.run_dir),
         model=replace(config.model, path=_absolute(model) if Path(model).expanduser().is_dir() else model),
-        tasks=replace(config.tasks, train=_absolute_if(config.tasks.train), test=_absolute_if(config.tasks.test)),
+        tasks=_tasks(config.tasks),
         harness=replace(
             config.harness,
             home=_absolute_if(config.harness.home),
@@ -78,6 +80,15 @@ def _absolute(path: str) -> str:
 
 def _absolute_if(path: str | None) -> str | None:
     return _absolute(path) if path else path
+
+
+def _tasks(tasks: TasksConfig) -> TasksConfig:
+    """A data set of the hub keeps its name."""
+    places: dict[str, Any] = {}
+    for name in ("train", "test", "train_names", "test_names", "source"):
+        given = getattr(tasks, name)
+        places[name] = given if is_pinned(given) else _absolute_if(given)
+    return replace(tasks, **places)
 
 
 def _recipe(place: str) -> str:

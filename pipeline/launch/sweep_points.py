@@ -209,7 +209,7 @@ def _check_points(points: Sequence[Point]) -> None:
 def _check_point(point: Point) -> None:
     preflight.check_settings(point.config)
     refuse_at_start(point.config, point.run)
-    if point.config.tasks.kind == "harbor":
+    if point.config.tasks.kind != "generated":
         preflight.check_tasks_readable(point.config, point.run)
     if not point.config.fresh and (different := point.run.other_settings(point.config)):
         raise UserError(

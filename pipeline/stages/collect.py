@@ -15,7 +15,7 @@ import tempfile
 from collections import Counter
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +31,8 @@ from pipeline.stages.credentials import CredentialFilter
 from pipeline.stages.recording import about, fingerprint, rows_of, write_rows
 from pipeline.stages.rollout import Workshop
 from pipeline.stages.teachers import TeacherServer, check_url, greet
-from pipeline.tasks.generate import generate_tasks
-from pipeline.tasks.harbor import HarborTask, load_tasks
+from pipeline.tasks.harbor import HarborTask
+from pipeline.tasks.sets import load_set
 from pipeline.tasks.teacher import Teacher, parse_task
 
 SCRIPTED_HARNESS = "pi"  # whose tools the scripted teacher calls
@@ -260,16 +260,14 @@ def _forget(config: Config, harness: str, published: bool) -> None:
 
 
 def _tasks(config: Config) -> list[HarborTask]:
-    size = config.collect.tasks
-    if config.tasks.kind == "harbor":
-        return load_tasks(Path(config.tasks.train or ""))[: size or None]
-    root = Path(config.run_dir).absolute() / "tasks"
-    return load_tasks(generate_tasks(root, "train", size or config.tasks.train_size, config.tasks.seed))
+    size = config.collect.tasks or config.tasks.train_size
+    return load_set(replace(config.tasks, train_size=size), "train", Path(config.run_dir).absolute() / "tasks")
 
 
 def _settings(config: Config) -> str:
     """What decides about a recording's content."""
     tasks = {"kind": config.tasks.kind, "train": config.tasks.train, "seed": config.tasks.seed}
+    tasks |= {key: value for key in ("train_names", "source", "levels") if (value := getattr(config.tasks, key))}
     sampling = asdict(config.harness.sampling)
     whole = {"collect": asdict(config.collect), "tasks": tasks, "seed": config.seed, "sampling": sampling}
     return json.dumps(whole, sort_keys=True)

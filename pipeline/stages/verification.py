@@ -174,6 +174,7 @@ def _read_reward(directory: Path) -> tuple[float | None, str]:
 def _number(value: object) -> float | None:
     """A finite number, or the one that counts in an object of numbers."""
     if isinstance(value, dict):
+        value = {key: item for key, item in value.items() if item is not None}  # a null stands for no figure
         chosen = [value[key] for key in REWARD_KEYS if key in value] or list(value.values())
         return _number(chosen[0]) if len(chosen) == 1 or any(key in value for key in REWARD_KEYS) else None
     return float(value) if isinstance(value, int | float) and math.isfinite(value) else None

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 import shutil
 import tomllib
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from fnmatch import fnmatch
 from pathlib import Path
@@ -22,6 +24,10 @@ from pipeline.records import TaskRef
 
 BUILD_FILES = ("Dockerfile*", "*.Dockerfile", "*compose*.y*ml", ".dockerignore")
 ANSWERS = ("solution", "task.toml")  # authors copy these into environment/ by mistake
+SIGNS = ("task.toml", "instruction.md", "tests/test.sh")  # a directory with one of these is meant to be a task
+DEPTH = 4  # directories between a set's root and its tasks
+LEVEL_KEYS = ("difficulty_level", "difficulty")  # of task.toml's metadata
+_HOST_VARIABLE = re.compile(r"\$\{(\w+)(:-)?([^}]*)\}")  # ${NAME} or ${NAME:-default}
 
 
 class _Section(BaseModel):
@@ -30,15 +36,13 @@ class _Section(BaseModel):
     model_config = ConfigDict(extra="ignore")
 
 
-class _TaskSection(_Section):
-    name: str | None = None
-
-
 class _AgentSection(_Section):
     timeout_sec: PositiveFloat = 600.0
 
 
 class _VerifierSection(_Section):
+    model_config = ConfigDict(extra="ignore", coerce_numbers_to_str=True)
+
     timeout_sec: PositiveFloat = 600.0
     env: dict[str, str] = {}
 
@@ -49,8 +53,7 @@ class _EnvironmentSection(_Section):
 
 
 class _TaskFile(_Section):
-    schema_version: str = "1.0"
-    task: _TaskSection = _TaskSection()
+    steps: list[Any] = []
     metadata: dict[str, Any] = {}
     agent: _AgentSection = _AgentSection()
     verifier: _VerifierSection = _VerifierSection()
@@ -62,7 +65,8 @@ class HarborTask:
     """One task as read from disk.
 
     ``metadata`` is task.toml's own table and may hold the answer: it stays on the host. ``tests`` is the directory that
-    only the verifier's sandbox sees; ``solution`` is solution/solve.sh, or None.
+    only the verifier's sandbox sees; ``solution`` is solution/solve.sh, or None. ``host_env``: variables of the host
+    that its verifier asks for, and does not get.
     """
 
     ref: TaskRef
@@ -72,47 +76,100 @@ class HarborTask:
     agent_timeout_s: float
     verifier_timeout_s: float
     verifier_env: dict[str, str] = field(default_factory=dict)
+    host_env: tuple[str, ...] = ()
     workdir: str | None = None
     image: str = ""  # environment.docker_image as an address: docker://…
     metadata: dict[str, Any] = field(default_factory=dict)
 
+    @property
+    def level(self) -> str:
+        """How hard its author says that it is; empty when the author does not say."""
+        return next((str(self.metadata[key]) for key in LEVEL_KEYS if self.metadata.get(key) not in (None, "")), "")
 
-def load_task(path: Path | str) -> HarborTask:
-    """Read one task directory. Raises UserError that names the directory and what is wrong with it."""
+
+def load_task(path: Path | str, task_id: str | None = None) -> HarborTask:
+    """Read one task directory; its name is its id unless one is given.
+
+    Raises UserError that names the directory and what is wrong with it.
+    """
     root = Path(path).resolve()
     if not root.is_dir():
         raise UserError(f"task {root}: no such directory")
     config = _read_task_file(root)
+    if config.steps:
+        raise UserError(f"task {root}: task.toml: a task of several steps ([[steps]]) is not supported")
     if not (root / "tests").is_dir():
         raise UserError(f"task {root}: tests/ is missing, so nothing could score it; Harbor tasks need tests/test.sh")
     _require_file(root, "tests/test.sh")
+    _refuse_links_out(root)
+    env, host_env = _split_env(config.verifier.env)
     solution = root / "solution" / "solve.sh"
     return HarborTask(
-        ref=TaskRef(root.name, root),
+        ref=TaskRef(task_id or os.path.basename(os.path.abspath(path)), root),
         instruction=_read_instruction(root),
         tests=root / "tests",
         solution=solution if solution.is_file() else None,
         agent_timeout_s=config.agent.timeout_sec,
         verifier_timeout_s=config.verifier.timeout_sec,
-        verifier_env=_literal_env(root, config.verifier.env),
+        verifier_env=env,
+        host_env=host_env,
         workdir=config.environment.workdir,
         image=f"docker://{config.environment.docker_image}" if config.environment.docker_image else "",
         metadata=config.metadata,
     )
 
 
-def load_tasks(directory: Path | str) -> list[HarborTask]:
-    """Every task directory under ``directory``, sorted by name; hidden entries and plain files are passed over.
+def load_tasks(directory: Path | str, host_env: Collection[str] = ()) -> list[HarborTask]:
+    """Every task below ``directory``, or the one that it is, in the order of their paths.
 
-    Raises UserError when there is none, or at the first task that cannot be read.
+    Tasks may lie some directories deeper; what looks like no task (SIGNS) is passed over, and so is what is hidden.
+    A task's id is its directory's name, or, where two have the same, the way to it. ``host_env``: variables of the
+    host that a verifier may ask for in vain. Raises UserError when there is no task, or at the first that cannot be
+    read or asks for another variable.
     """
     root = Path(directory)
     if not root.is_dir():
         raise UserError(f"task set {root}: no such directory")
-    tasks = [load_task(path) for path in sorted(root.iterdir()) if path.is_dir() and not path.name.startswith(".")]
-    if not tasks:
+    paths = find_tasks(root)
+    if not paths:
         raise UserError(f"task set {root}: no task directories in it (<task>/task.toml, instruction.md, tests/)")
+    tasks = [load_task(path, task_id) for path, task_id in zip(paths, _ids(root, paths), strict=True)]
+    for task in tasks:
+        if asked := [name for name in task.host_env if name not in host_env]:
+            raise UserError(
+                f"task {task.ref.path}: task.toml: verifier.env asks for a variable of the host, {asked[0]}, which no "
+                f"sandbox gets; if the tests can do without: tasks.host_env=[{','.join(task.host_env)}]"
+            )
     return tasks
+
+
+def find_tasks(root: Path) -> list[Path]:
+    """The task directories below ``root``, or ``root`` itself; links are followed, but not back to where they lie."""
+    return [root] if _is_task(root) else list(_below(root, DEPTH, (root.resolve(),)))
+
+
+def _is_task(path: Path) -> bool:
+    return any((path / sign).is_file() for sign in SIGNS)
+
+
+def _below(folder: Path, depth: int, above: tuple[Path, ...]) -> Iterator[Path]:
+    for path in sorted(folder.iterdir()):
+        if path.name.startswith(".") or not path.is_dir() or (real := path.resolve()) in above:
+            continue
+        if _is_task(path):
+            yield path
+        elif depth:
+            yield from _below(path, depth - 1, (*above, real))
+
+
+def _ids(root: Path, paths: list[Path]) -> list[str]:
+    uses = Counter(path.name for path in paths)
+    ids = [path.name if uses[path.name] == 1 else "__".join(path.relative_to(root).parts) for path in paths]
+    for task_id, count in Counter(ids).items():
+        if count > 1:
+            clash = [str(path) for path, other in zip(paths, ids, strict=True) if other == task_id]
+            raise UserError(f"task set {root}: {clash[0]} and {clash[1]} would both be called {task_id}: rename one")
+    return ids
 
 
 def prepare_workspace(task: HarborTask, directory: Path) -> None:
@@ -156,12 +213,30 @@ def _require_file(root: Path, name: str) -> Path:
     return path
 
 
-def _literal_env(root: Path, env: dict[str, str]) -> dict[str, str]:
-    """Harbor fills ``${NAME}`` from the host's environment; here nothing of the host enters a sandbox."""
+def _split_env(env: dict[str, str]) -> tuple[dict[str, str], tuple[str, ...]]:
+    """(what the verifier gets, names of the host's variables that it asks for in vain).
+
+    Harbor fills ``${NAME}`` from the host's environment; here nothing of the host enters a sandbox. Defaults
+    (``${NAME:-text}``) are taken.
+    """
+    kept, asked = {}, []
     for name, value in env.items():
-        if "${" in value:
-            raise UserError(f"task {root}: task.toml: verifier.env.{name} = {value!r} asks for a variable of the host")
-    return env
+        missing = [variable for variable, has_default, _ in _HOST_VARIABLE.findall(value) if not has_default]
+        asked += missing
+        if not missing:
+            kept[name] = _HOST_VARIABLE.sub(lambda match: match[3], value)
+    return kept, tuple(dict.fromkeys(asked))
+
+
+def _refuse_links_out(root: Path) -> None:
+    """Only tests/ is mounted for the verifier, so a link that leads out of it would lead nowhere."""
+    for folder, folders, files in os.walk(root / "tests"):
+        for path in (Path(folder) / name for name in [*folders, *files]):
+            if path.is_symlink() and not path.resolve().is_relative_to((root / "tests").resolve()):
+                raise UserError(
+                    f"task {root}: {path.relative_to(root)} is a link out of tests/; give the set as plain files "
+                    "(a cache of the hub is all links: hf download … --local-dir DIR makes files)"
+                )
 
 
 def _copy_tree(source: Path, target: Path, left_out: tuple[str, ...], answers: set[bytes]) -> None:

@@ -111,7 +111,7 @@ def test_a_name_that_no_check_has_is_refused() -> None:
 def task(place: Path, name: str, test: str) -> None:
     """A task whose solution writes 42 into answer.txt."""
     files = {"tests/test.sh": test, "solution/solve.sh": "echo 42 > answer.txt\n", "environment/readme": "x"}
-    files |= {"instruction.md": "Write 42.", "task.toml": ""}
+    files |= {"instruction.md": f"Write 42 ({name}).", "task.toml": ""}
     for relative, text in files.items():
         (place / name / relative).parent.mkdir(parents=True, exist_ok=True)
         (place / name / relative).write_text(text)

@@ -98,7 +98,7 @@ def test_a_directory_without_tests_is_named(tmp_path: Path) -> None:
         ("[task]\nname = oops\n", "line 2"),
         ("[agent]\ntimeout_sec = -3\n", r"agent\.timeout_sec = -3"),
         ('[agent]\ntimeout_sec = "soon"\n', r"agent\.timeout_sec = 'soon'"),
-        ('[verifier]\nenv = { KEY = "${SECRET}" }\n', "asks for a variable of the host"),
+        ("[[steps]]\nname = 'first'\n", "several steps"),
     ],
 )
 def test_a_bad_line_of_the_task_file_is_named(tmp_path: Path, toml: str, said: str) -> None:
@@ -181,3 +181,115 @@ def test_a_link_inside_the_environment_is_kept_as_a_link(tmp_path: Path) -> None
     prepare_workspace(load_task(path), tmp_path / "ws")
     assert (tmp_path / "ws" / "data" / "alias").readlink() == Path("list.txt")
     assert (tmp_path / "ws" / "folder").is_symlink()
+
+
+# --- sets
+
+
+def ids(directory: Path) -> list[str]:
+    return [task.ref.task_id for task in load_tasks(directory)]
+
+
+@pytest.mark.parametrize("home", ["", "tasks", "data/v1/tasks"])
+def test_tasks_may_lie_deeper(tmp_path: Path, home: str) -> None:
+    (tmp_path / "docs").mkdir()
+    for name in ("b", "a"):
+        make_task(tmp_path / home, name)
+    assert ids(tmp_path) == ["a", "b"]
+
+
+def test_a_task_is_a_set_of_one(tmp_path: Path) -> None:
+    assert ids(make_task(tmp_path, "only")) == ["only"]
+
+
+def test_what_is_meant_to_be_a_task_but_lacks_a_part_is_named_wherever_it_lies(tmp_path: Path) -> None:
+    make_task(tmp_path / "deep" / "er", "fine")
+    (make_task(tmp_path / "deep" / "er", "torn") / "task.toml").unlink()
+    with pytest.raises(UserError, match=r"deep/er/torn: task\.toml is missing"):
+        load_tasks(tmp_path)
+
+
+def test_tasks_of_the_same_name_are_told_apart_by_the_way_to_them(tmp_path: Path) -> None:
+    for folder, name in (("one", "same"), ("two", "same"), ("two", "other")):
+        make_task(tmp_path / folder, name)
+    assert ids(tmp_path) == ["one__same", "other", "two__same"]
+    make_task(tmp_path, "one__same")
+    with pytest.raises(UserError, match="would both be called one__same"):
+        load_tasks(tmp_path)
+
+
+def test_links_to_tasks_are_followed_under_their_own_names_and_never_in_a_circle(tmp_path: Path) -> None:
+    kept = make_task(tmp_path / "store", "0f3a")
+    place = tmp_path / "set"
+    place.mkdir()
+    (place / "linked").symlink_to(kept)
+    (place / "circle").symlink_to(place)
+    (place / "broken").symlink_to(tmp_path / "nowhere")
+    assert ids(place) == ["linked"]
+    assert load_tasks(place)[0].ref.path == kept
+
+
+def test_tests_that_are_links_to_elsewhere_are_refused(tmp_path: Path) -> None:
+    path = make_task(tmp_path)
+    script = path / "tests" / "test.sh"
+    script.rename(tmp_path / "blob")
+    script.symlink_to(tmp_path / "blob")
+    with pytest.raises(UserError, match=r"tests/test\.sh is a link out of tests/"):
+        load_task(path)
+    script.unlink()
+    (path / "tests" / "real.sh").write_text("#!/bin/sh\n")
+    script.symlink_to("real.sh")
+    assert load_task(path).tests == path / "tests"
+
+
+@pytest.mark.parametrize(
+    ("value", "kept", "asked"),
+    [
+        ('"${SECRET}"', {}, ("SECRET",)),
+        ('"a ${SECRET} b ${OTHER}"', {}, ("SECRET", "OTHER")),
+        ('"${SECRET:-none}"', {"KEY": "none"}, ()),
+        ('"x${SECRET:-}y"', {"KEY": "xy"}, ()),
+        ('"$SECRET"', {"KEY": "$SECRET"}, ()),
+        ("3", {"KEY": "3"}, ()),
+        ("0.5", {"KEY": "0.5"}, ()),
+    ],
+)
+def test_a_verifier_gets_nothing_of_the_host(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, value: str, kept: dict[str, str], asked: tuple[str, ...]
+) -> None:
+    monkeypatch.setenv("SECRET", "of the host")
+    path = make_task(tmp_path, toml=f"[verifier.env]\nKEY = {value}\n")
+    task = load_task(path)
+    assert (task.verifier_env, task.host_env) == (kept, asked)
+    if asked:
+        with pytest.raises(UserError, match=r"asks for a variable of the host, SECRET.*tasks\.host_env=\[SECRET"):
+            load_tasks(tmp_path)
+    assert load_tasks(tmp_path, host_env=asked)[0].verifier_env == kept
+
+
+@pytest.mark.parametrize(
+    ("toml", "level"),
+    [
+        ('[metadata]\ndifficulty_level = "hard"\ndifficulty = "easy"\n', "hard"),
+        ('[metadata]\ndifficulty = "easy"\n', "easy"),
+        ("[metadata]\ndifficulty_level = 0\n", "0"),
+        ('[metadata]\ndifficulty_level = ""\n', ""),
+        ("", ""),
+    ],
+)
+def test_the_level_is_what_the_author_says(tmp_path: Path, toml: str, level: str) -> None:
+    assert load_task(make_task(tmp_path, toml=toml)).level == level
+
+
+@pytest.mark.parametrize(
+    "toml",
+    [
+        'version = "1.0"\n',
+        "version = 1.0\n",
+        "schema_version = 2\n",
+        'schema_version = "1.2"\nartifacts = []\n[task]\nname = "a/b"\nauthors = []\n[solution.env]\n',
+        '[environment]\nmemory = "4G"\nmcp_servers = []\n[environment.healthcheck]\ncommand = "true"\n',
+    ],
+)
+def test_every_version_of_the_task_file_is_read(tmp_path: Path, toml: str) -> None:
+    assert load_task(make_task(tmp_path, toml=toml)).agent_timeout_s == 600.0
