@@ -26,7 +26,6 @@ BUILD_FILES = ("Dockerfile*", "*.Dockerfile", "*compose*.y*ml", ".dockerignore")
 ANSWERS = ("solution", "task.toml")  # authors copy these into environment/ by mistake
 SIGNS = ("task.toml", "instruction.md", "tests/test.sh")  # a directory with one of these is meant to be a task
 DEPTH = 4  # directories between a set's root and its tasks
-LEVEL_KEYS = ("difficulty_level", "difficulty")  # of task.toml's metadata
 _HOST_VARIABLE = re.compile(r"\$\{(\w+)(:-)?([^}]*)\}")  # ${NAME} or ${NAME:-default}
 
 
@@ -80,11 +79,6 @@ class HarborTask:
     workdir: str | None = None
     image: str = ""  # environment.docker_image as an address: docker://…
     metadata: dict[str, Any] = field(default_factory=dict)
-
-    @property
-    def level(self) -> str:
-        """How hard its author says that it is; empty when the author does not say."""
-        return next((str(self.metadata[key]) for key in LEVEL_KEYS if self.metadata.get(key) not in (None, "")), "")
 
 
 def load_task(path: Path | str, task_id: str | None = None) -> HarborTask:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from pipeline.config import TasksConfig, UserError
+from pipeline.tasks.fingerprint import difficulty_level
 from pipeline.tasks.generate import generate_tasks
 from pipeline.tasks.harbor import HarborTask, load_tasks
 from pipeline.tasks.hub import fetch_dataset
@@ -55,7 +56,7 @@ def load_set(tasks: TasksConfig, split: str, generated: Path) -> list[HarborTask
 
 def describe(tasks: Sequence[HarborTask]) -> str:
     """``1000 (400 medium, 600 hard)``."""
-    levels = Counter(task.level for task in tasks)
+    levels = Counter(difficulty_level(task) or "" for task in tasks)
     named = ", ".join(f"{count} {level or 'of no level'}" for level, count in sorted(levels.items()))
     return f"{len(tasks)} ({named})" if any(levels) else str(len(tasks))
 
@@ -117,8 +118,8 @@ def _as_listed(task: HarborTask, name: Named, key: str) -> HarborTask:
 
 
 def _of_levels(found: Sequence[HarborTask], levels: Sequence[str], split: str) -> list[HarborTask]:
-    known = sorted({task.level for task in found})
+    known = sorted({difficulty_level(task) or "" for task in found})
     if strange := [level for level in levels if level not in known]:
         has = ", ".join(level or "(none)" for level in known)
         raise UserError(f"tasks.levels={list(levels)}: no {split} task is {strange[0]}; there are: {has}")
-    return [task for task in found if task.level in levels]
+    return [task for task in found if difficulty_level(task) in levels]

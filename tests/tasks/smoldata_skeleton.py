@@ -1,4 +1,4 @@
-"""Made-up tasks in the layout of SmolDataEnvs: the answer in task.toml, and in the verifier's environment for the grader."""
+"""Made-up tasks in the layout of SmolDataEnvs: the answer in task.toml, where the verifier's environment has it too."""
 
 from __future__ import annotations
 

@@ -268,20 +268,6 @@ def test_a_verifier_gets_nothing_of_the_host(
 
 
 @pytest.mark.parametrize(
-    ("toml", "level"),
-    [
-        ('[metadata]\ndifficulty_level = "hard"\ndifficulty = "easy"\n', "hard"),
-        ('[metadata]\ndifficulty = "easy"\n', "easy"),
-        ("[metadata]\ndifficulty_level = 0\n", "0"),
-        ('[metadata]\ndifficulty_level = ""\n', ""),
-        ("", ""),
-    ],
-)
-def test_the_level_is_what_the_author_says(tmp_path: Path, toml: str, level: str) -> None:
-    assert load_task(make_task(tmp_path, toml=toml)).level == level
-
-
-@pytest.mark.parametrize(
     "toml",
     [
         'version = "1.0"\n',

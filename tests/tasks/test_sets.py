@@ -16,6 +16,7 @@ from pipeline.config import SandboxConfig, TasksConfig, UserError
 from pipeline.records import Verdict
 from pipeline.sandbox.base import make_sandbox
 from pipeline.stages.verification import verify
+from pipeline.tasks.fingerprint import difficulty_level
 from pipeline.tasks.harbor import HarborTask, prepare_workspace
 from pipeline.tasks.sets import describe, load_set
 
@@ -89,7 +90,7 @@ def test_a_list_may_say_how_hard_and_pin_the_instruction(root: Path) -> None:
     names = root / "names"
     names.write_text(json.dumps([row]))
     chosen = settings(root, train_names=str(names))
-    assert [task.level for task in load_set(chosen, "train", root)] == ["hardest"]
+    assert [difficulty_level(task) for task in load_set(chosen, "train", root)] == ["hardest"]
     instruction.write_text("Another question.\n")
     with pytest.raises(UserError, match=r"0001_2_qa_1: instruction\.md is another than the list's"):
         load_set(chosen, "train", root)
