@@ -66,6 +66,8 @@ def assert_refused(done: subprocess.CompletedProcess[str], run_dir: Path, *words
         (["training.zero_stage=5"], ["zero_stage=5"]),
         (["cluster.name=moon"], ["cluster.name=moon"]),
         (["mix.harnesses=[pi,pi]"], ["twice"]),
+        (["tasks=smoldata", "tasks.train=/no/such"], ["tasks.train=/no/such", "OWNER/NAME@COMMIT"]),
+        (["tasks.gates.leak=fatal"], ["tasks.gates.leak=fatal", "warning"]),
         (["tasks.test_size=0"], ["test_size"]),
         (["evaluation.every=-1"], ["evaluation.every=-1"]),
         (["+evaluation.cluster.time=9"], ["evaluation.cluster has no time", "timeout_min"]),
