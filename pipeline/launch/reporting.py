@@ -15,7 +15,6 @@ from rich.markup import escape
 
 from pipeline.config import Config
 from pipeline.harness.base import get_harness, register
-from pipeline.launch.checkpoint_evaluations import log_checkpoint
 from pipeline.launch.cohort import RESERVED, read_cohort
 from pipeline.launch.data import split_size
 from pipeline.launch.evaluation import labels, late_results, pinned, planned_of, records, tries
@@ -28,7 +27,6 @@ from pipeline.report.difficulty_table import print_difficulty
 from pipeline.report.measures import retries
 from pipeline.report.metrics import MetricsLog, read_metrics
 from pipeline.report.page import PageRun, write_page
-from pipeline.report.plot import learning_curve
 from pipeline.report.results import Evaluated, Meta, build_results, checkpoint_summary, compared, write_results
 from pipeline.report.store import write_text
 from pipeline.report.table import against_sentences, markdown_table, print_results
@@ -98,10 +96,17 @@ def _made(config: Config, run: RunDirectory) -> tuple[dict[str, Any], PageRun]:
     _log_late_results(config, run)
     metrics = read_metrics(run.root)
     results = run_results(config, run, metrics)
-    learning_curve(metrics, run.report / "curve.png", results)
+    draw_curve(metrics, run.report / "curve.png", results)
     write_text(run.report / "table.md", markdown_table(results))
     write_results(run.results, results)
     return results, page_run(config, run, results, metrics)
+
+
+def draw_curve(metrics: Sequence[Mapping[str, Any]], path: Path, results: Mapping[str, Any]) -> None:
+    """`learning_curve`."""
+    from pipeline.report.plot import learning_curve  # a second to import
+
+    learning_curve(metrics, path, results)
 
 
 def _code(config: Config, results: Mapping[str, Any]) -> int:
@@ -183,6 +188,8 @@ def _log_late_results(config: Config, run: RunDirectory) -> None:
         return
     late = late_results(config, run, read_metrics(run.root))
     if late:
+        from pipeline.launch.checkpoint_evaluations import log_checkpoint  # imports torch
+
         with MetricsLog(run.root, config.logging, asdict(config)) as log:
             for update, values in late:
                 log_checkpoint(log, run, update, values)

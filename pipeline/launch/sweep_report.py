@@ -19,7 +19,6 @@ from pipeline.launch.run_directory import RunDirectory
 from pipeline.launch.sweep import Standing, job_of, look
 from pipeline.launch.sweep_points import Member, read_members
 from pipeline.report.metrics import read_metrics
-from pipeline.report.plot import side_by_side
 from pipeline.report.store import write_json, write_text
 from pipeline.report.sweep_page import write_sweep_page
 from pipeline.report.sweep_table import markdown, print_sweep
@@ -54,6 +53,8 @@ def report_sweep(root: Path, form: str = "") -> int:
 
 
 def _write(place: Path, sweep: Mapping[str, Any], curves: Sequence[tuple[str, Metrics, Results | None]]) -> None:
+    from pipeline.report.plot import side_by_side  # a second to import
+
     side_by_side(curves, place / CURVES)
     write_text(place / "table.md", markdown(sweep))
     write_json(place / "results.json", sweep)

@@ -13,9 +13,9 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
 from pipeline.report.store import publish
+from pipeline.report.svg import smooth
 
 BLUE, ORANGE, GREEN, RED, INK, GREY = "#2f6db3", "#e08a1e", "#3a8f5c", "#c0413b", "#222222", "#8a8a8a"
-BANDWIDTH = 0.06  # width of the smoothing kernel as a share of the run
 DPI = 160
 COLUMNS = 4  # of small curves side by side
 
@@ -60,13 +60,6 @@ def side_by_side(curves: Sequence[tuple[str, Sequence[Entry], Mapping[str, Any] 
     if named:
         figure.legend(named.values(), named.keys(), loc="outside upper center", ncols=3, frameon=False, fontsize=8.5)
     publish(path, lambda temporary: figure.savefig(temporary, dpi=DPI, format="png"))
-
-
-def smooth(x: np.ndarray, y: np.ndarray) -> np.ndarray:
-    """Gaussian kernel mean of ``y`` over ``x``; at the ends only what lies inside counts."""
-    width = max(1.0, BANDWIDTH * float(x[-1] - x[0]))
-    weights = np.exp(-0.5 * ((x[:, None] - x[None, :]) / width) ** 2)
-    return weights @ y / weights.sum(axis=1)
 
 
 def _draw_learning(axes: Axes, metrics: Sequence[Entry], results: Mapping[str, Any] | None) -> None:

@@ -6,15 +6,21 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from statistics import fmean
+from statistics import NormalDist, fmean
+from typing import Any
 
 import numpy as np
-from scipy import stats
 
 RESAMPLES = 10_000
 LEVEL = 0.95
 
 Cell = tuple[str, Hashable]
+
+
+def _stats() -> Any:
+    from scipy import stats  # a second to import, and a report of a run without evaluations needs none of it
+
+    return stats
 
 
 @dataclass(frozen=True)
@@ -42,7 +48,7 @@ class Difference:
 
 def wilson(k: int, n: int) -> tuple[float, float]:
     """The 95% score interval (Wilson 1927) of ``k`` successes in ``n`` trials. Raises ValueError unless 0 ≤ k ≤ n."""
-    interval = stats.binomtest(k, n).proportion_ci(LEVEL, method="wilson")
+    interval = _stats().binomtest(k, n).proportion_ci(LEVEL, method="wilson")
     return float(interval.low), float(interval.high)
 
 
@@ -94,7 +100,7 @@ def flips(before: Sequence[bool], after: Sequence[bool]) -> Flips:
     """
     won = sum(new and not old for old, new in zip(before, after, strict=True))
     lost = sum(old and not new for old, new in zip(before, after, strict=True))
-    p = float(stats.binomtest(won, won + lost).pvalue) if won + lost else 1.0
+    p = float(_stats().binomtest(won, won + lost).pvalue) if won + lost else 1.0
     return Flips(won, lost, len(before), p)
 
 
@@ -157,7 +163,7 @@ def trend(updates: Sequence[float], passed: Sequence[int], n: Sequence[int]) -> 
     weights = size / (smooth * (1 - smooth))
     covariance = np.linalg.inv(design.T @ (weights[:, None] * design))
     line = covariance @ design.T @ (weights * k / size)
-    z = float(stats.norm.ppf(0.5 + LEVEL / 2))
+    z = NormalDist().inv_cdf(0.5 + LEVEL / 2)
     middle = design @ line
     half = z * np.sqrt(np.einsum("ij,jk,ik->i", design, covariance, design))
     slope, spread = float(line[1]), z * float(np.sqrt(covariance[1, 1]))
@@ -170,7 +176,7 @@ def _percentiles(sums: np.ndarray, counts: np.ndarray, seed: int, resamples: int
     if len(sums) == 1:
         value = float(sums[0] / counts[0])
         return value, value
-    result = stats.bootstrap(
+    result = _stats().bootstrap(
         (sums, counts),
         lambda own, size, axis=-1: own.sum(axis=axis) / size.sum(axis=axis),
         paired=True,

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -76,7 +78,7 @@ def run_of(config: Config, after: dict[str, int]) -> RunDirectory:
 @pytest.fixture(autouse=True)
 def _no_picture(monkeypatch: pytest.MonkeyPatch) -> None:
     """Drawing curve.png takes longest, and tests of its own hold it."""
-    monkeypatch.setattr(reporting, "learning_curve", lambda *_: None)
+    monkeypatch.setattr(reporting, "draw_curve", lambda *_: None)
 
 
 @pytest.fixture
@@ -217,6 +219,13 @@ def test_the_parts_of_a_reward_make_its_sum(config: Config) -> None:
     # 2 sampled tokens of 4 with a cache of 4: −0.5. 1.075 − 2 · 0.25 − 0.5 = 0.075.
     text = reward_parts(record, 0.075, shaped)
     assert text.startswith("1.0750 by ") and text.endswith("− 0.5000 for 2 malformed calls − 0.5000 for its length")
+
+
+def test_what_takes_seconds_to_import_waits_until_it_is_needed() -> None:
+    heavy = ("torch", "transformers", "scipy.stats", "matplotlib.figure")
+    told = f"import pipeline.launch.sweep_report, sys; print([name for name in {heavy} if name in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", told], capture_output=True, text=True, timeout=250, check=True)
+    assert done.stdout.strip() == "[]"
 
 
 def test_without_a_tokenizer_there_are_ids(config: Config, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
