@@ -61,7 +61,7 @@ def describe(config: Config, run: RunDirectory, harnesses: Sequence[str]) -> dic
             "grader": grader_hash(task),
             "difficulty": difficulty_level(task),
         }
-        for task in load_split(config, run, "test")
+        for task in sorted(load_split(config, run, "test"), key=lambda task: task.ref.task_id)
     }
     return {
         "schema": SCHEMA,
