@@ -106,12 +106,12 @@ def retries(tries: Iterable[RolloutRecord]) -> dict[str, Any]:
     ``rollouts``: how many needed more than one try; ``tries``: of all rollouts together, the first ones included;
     ``causes``: of the tries that were not graded; ``cells``: the same for each cell that had such a try.
     """
-    counts: dict[tuple[str, int], int] = Counter()
+    counts: Counter[tuple[str, int]] = Counter()
     causes: dict[str, Counter[str]] = defaultdict(Counter)
     for record in tries:
-        failed = _failed_tries(record)
-        counts[record.group_id, record.index] += len(failed) + (record.verdict.correctness is not None)
-        causes[record.group_id].update(failed)
+        failed, cell = _failed_tries(record), f"{record.harness}--{record.task_id}"
+        counts[cell, record.index] += len(failed) + (record.verdict.correctness is not None)
+        causes[cell].update(failed)
     of_cell: Counter[str] = Counter()
     for (cell, _), count in counts.items():
         of_cell[cell] += count

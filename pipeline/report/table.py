@@ -11,6 +11,11 @@ from rich.table import Table
 
 ALL = "all"
 HEADINGS = ("harness", "pass@1 before", "pass@1 after", "change, points", "tool calls", "malformed")
+CHECKPOINT_TITLE = "Checkpoints, on the held-out tasks"
+MEASURE_TITLE = "How rollouts ended"
+LEVEL_TITLE = "By difficulty"
+RATES = {"cut": "truncation_rate", "own end": "submission_rate", "time-out": "timeout_rate"}
+LEVEL_HEADINGS = ("evaluation", "harness", "difficulty", "pass@1", "95%", "n")
 CHECKPOINT_HEADINGS = ("checkpoint", "harness", "update", "pass@1", "95%", "graded")
 NOTHING = "–"
 NARROW: dict[str, Any] = {"padding": (0, 1), "collapse_padding": True, "pad_edge": False}
@@ -62,8 +67,10 @@ def comparison_sentences(results: Results) -> Iterator[tuple[str, str]]:
 
 
 def change_sentences(change: Results | None) -> Iterator[tuple[str, str]]:
-    """The same for any difference: pass@1, what was won and lost, tool calls."""
-    parts = dict(change["harnesses"]) if change else {}
+    """The same for any difference: pass@1, what was won and lost, tool calls; and what speaks against comparing."""
+    if change is None:
+        return
+    parts = dict(change["harnesses"])
     if len(parts) > 1:
         parts[ALL] = change
     for name, part in parts.items():
@@ -103,12 +110,65 @@ def rich_table(results: Results) -> Table:
 
 
 def markdown_table(results: Results) -> str:
-    """The tables and the sentence as Markdown."""
+    """The tables and the sentences as Markdown."""
     text = f"{_markdown(HEADINGS, table_rows(results), 1)}\n\n{closing_sentence(results)}\n"
     text += "".join(f"\n- {name}: {sentence}" for name, sentence in comparison_sentences(results)).rstrip() + "\n"
-    if not results["checkpoints"]:
-        return text
-    return f"{text}\n{_markdown(CHECKPOINT_HEADINGS, checkpoint_rows(results), 2)}\n"
+    for _, headings, rows, names in _more_tables(results):
+        text += f"\n{_markdown(headings, rows, names)}\n"
+    return text + "".join(f"\n{sentence}\n" for sentence in retry_sentences(results))
+
+
+def _more_tables(results: Results) -> Iterator[tuple[str, Sequence[str], list[tuple[str, ...]], int]]:
+    """(title, headings, rows, how many columns are text) of every further table that has a row."""
+    measured = measure_headings(results)
+    for title, headings, rows, names in (
+        (CHECKPOINT_TITLE, CHECKPOINT_HEADINGS, checkpoint_rows(results), 2),
+        (MEASURE_TITLE, measured, measure_rows(results, measured), 2),
+        (LEVEL_TITLE, LEVEL_HEADINGS, level_rows(results), 3),
+    ):
+        if found := list(rows):
+            yield title, headings, found, names
+
+
+def _evaluations(results: Results) -> Iterator[tuple[str, str, Results]]:
+    """(evaluation, harness or ALL, its figures) of everything that was evaluated and has a graded rollout."""
+    sides = {name: results[name] for name in ("before", "after") if results[name]}
+    for label, side in (*sides.items(), *((entry["label"], entry) for entry in results["checkpoints"])):
+        parts = dict(side["harnesses"]) | ({ALL: side} if len(side["harnesses"]) > 1 else {})
+        yield from ((label, name, part) for name, part in parts.items() if part["n"])
+
+
+def measure_headings(results: Results) -> tuple[str, ...]:
+    """With a column for each k of pass@k beyond 1 that some evaluation has."""
+    ks = sorted({int(k) for _, _, part in _evaluations(results) for k in part["pass@k"]} - {1})
+    return ("evaluation", "harness", *(f"pass@{k}" for k in ks), *RATES, "calls")
+
+
+def measure_rows(results: Results, headings: Sequence[str]) -> Iterator[tuple[str, ...]]:
+    """pass@k, how rollouts ended and model calls a rollout: one row a (evaluation, harness)."""
+    ks = [heading.removeprefix("pass@") for heading in headings if heading.startswith("pass@")]
+    for label, name, part in _evaluations(results):
+        several = [_share(part["pass@k"].get(k)) for k in ks]
+        yield label, name, *several, *(_share(part[key]) for key in RATES.values()), _number(part, "calls")
+
+
+def level_rows(results: Results) -> Iterator[tuple[str, ...]]:
+    """pass@1 by the difficulty that tasks say of themselves: one row a (evaluation, harness, level)."""
+    for label, name, part in _evaluations(results):
+        for level, own in part["difficulty"].items():
+            lo, hi = own["interval"]
+            yield label, name, level, _share(own["pass@1"]), f"{100 * lo:.0f} to {100 * hi:.0f}", str(own["n"])
+
+
+def retry_sentences(results: Results) -> Iterator[str]:
+    """What was tried again in each evaluation, and why."""
+    for label, counted in results.get("retries", {}).items():
+        if causes := ", ".join(f"{cause} {count:,}" for cause, count in counted["causes"].items()):
+            yield f"{label}: rollouts tried more than once {counted['rollouts']:,}; tries without a grade: {causes}."
+
+
+def _share(value: float | None) -> str:
+    return NOTHING if value is None else f"{100 * value:.1f}%"
 
 
 def _markdown(headings: Sequence[str], rows: Iterable[Sequence[str]], names: int) -> str:
@@ -135,23 +195,24 @@ def _graded_rate(part: Results) -> tuple[str, str]:
     return f"{100 * part['pass@1']:.1f}%", f"{100 * lo:.0f} to {100 * hi:.0f}"
 
 
-def checkpoint_table(results: Results) -> Table:
-    """The evaluations of checkpoints for a terminal."""
-    table = Table(title="Checkpoints, on the held-out tasks", title_justify="left", box=SIMPLE_HEAD, **NARROW)
-    for number, heading in enumerate(CHECKPOINT_HEADINGS):
-        table.add_column(heading, justify="left" if number < 2 else "right", no_wrap=True)
-    for cells in checkpoint_rows(results):
+def _rich(title: str, headings: Sequence[str], rows: Iterable[Sequence[str]], names: int) -> Table:
+    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, **NARROW)
+    for number, heading in enumerate(headings):
+        table.add_column(heading, justify="left" if number < names else "right", no_wrap=True)
+    for cells in rows:
         table.add_row(*cells, style="bold" if cells[1] == ALL else None)
     return table
 
 
 def print_results(results: Results, console: Console | None = None) -> None:
-    """Show the table, the sentence and what the run took."""
+    """Show the tables, the sentences and what the run took."""
     console = console or Console()
     console.print(rich_table(results))
     console.print(closing_sentence(results), highlight=False)
-    if results["checkpoints"]:
-        console.print(checkpoint_table(results))
+    for parts in _more_tables(results):
+        console.print(_rich(*parts))
+    for sentence in retry_sentences(results):
+        console.print(sentence, highlight=False)
     console.print(_effort(results), highlight=False, style="dim")
 
 
@@ -180,7 +241,7 @@ def rate(side: Results | None) -> str:
 
 def change_points(change: Results | None) -> str:
     """The difference between two evaluations in points, with its 95% interval below it."""
-    if change is None:
+    if change is None or change["pass@1"] is None:
         return NOTHING
     lo, hi = change["interval"]
     interval = f"{100 * lo:+.1f} to {100 * hi:+.1f}" if lo < hi else "no interval"

@@ -89,7 +89,7 @@ def test_rates_of_nothing_are_not_known(rollout: Make) -> None:
 def test_retries_are_counted_with_their_causes(rollout: Make) -> None:
     def tried(index: int, passed: bool | None, *causes: str, cause: str = "") -> RolloutRecord:
         info = {"tries": len(causes) + 1, "failures": ["…"] * len(causes), "causes": list(causes)}
-        record = rollout("a", passed=passed, index=index, group="pi--a")
+        record = rollout("a", passed=passed, index=index)
         return replace(record, info=info | ({"cause": cause} if cause else {}))
 
     first = [tried(0, True), tried(1, True, "engine"), tried(2, None, "engine", cause="sandbox")]

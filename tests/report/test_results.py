@@ -14,9 +14,17 @@ import pytest
 from rich.console import Console
 
 from pipeline.records import RolloutRecord
-from pipeline.report.results import Meta, build_results, checkpoint_summary, write_results
+from pipeline.report.measures import retries
+from pipeline.report.results import (
+    Evaluated,
+    Meta,
+    build_results,
+    checkpoint_summary,
+    compared,
+    write_results,
+)
 from pipeline.report.statistics import wilson
-from pipeline.report.table import checkpoint_rows, markdown_table, print_results
+from pipeline.report.table import against_sentences, checkpoint_rows, markdown_table, print_results
 
 Make = Callable[..., RolloutRecord]
 
@@ -106,7 +114,11 @@ def test_missing_rollouts_make_it_provisional(rollout: Make) -> None:
     assert results["provisional"] is True
     assert results["after"]["coverage"] == pytest.approx(2 / 3)
     assert (results["after"]["n"], results["after"]["ungraded"]) == (2, 1)
-    assert "Provisional" in markdown_table(results)
+    assert results["difference"] is None, "no headline"
+    text = markdown_table(results)
+    assert "The change in pass@1 is not told before every rollout is graded." in text
+    assert "Provisional: rollouts graded: before 3 of 3, after 2 of 3; the same command tries the others again." in text
+    assert "points" not in text.replace("change, points", "")
 
 
 def test_an_evaluation_that_did_not_run_is_null(rollout: Make, tmp_path: Path) -> None:
@@ -181,3 +193,98 @@ def test_checkpoints_by_harness_with_what_is_missing(rollout: Make) -> None:
     assert rows["all"][3:] == ("66.7%", "21 to 94", "3/6")
     assert "| 000002-update-000004 | pi | 4 | 50.0% | 9 to 91 | 2/2 |" in markdown_table(results)
     assert "checkpoint" not in markdown_table(build_results([], [], METRICS, meta()))
+
+
+def cohort(**changes: Any) -> dict[str, Any]:
+    """Two tasks, the first easy and the second hard."""
+    tasks = {f"t{n}": {"content": "c", "grader": "g", "difficulty": level} for n, level in enumerate(("easy", "hard"))}
+    whole = {"sha256": "tasks", "graders_sha256": "tests", "tasks": tasks, "rollouts_per_task": 2}
+    return {**whole, "limits": {"max_tokens": 512}, "harnesses": {"pi": "1"}, **changes}
+
+
+def both(rollout: Make, old: dict[str, Any] | None, new: dict[str, Any] | None) -> dict[str, Any]:
+    side = evaluation(rollout, {"pi": [True, False, False, False]})
+    known = {label: found for label, found in (("before", old), ("after", new)) if found}
+    return json.loads(json.dumps(build_results(side, side, METRICS, meta(planned=4), cohorts=known)))  # type: ignore[no-any-return]
+
+
+def test_the_same_cohort_is_comparable(rollout: Make) -> None:
+    found = both(rollout, cohort(), cohort())
+    assert (found["comparable"], found["differs"]) == (True, []) and found["difference"]["pass@1"] == 0.0
+    assert (found["before"]["cohort"], found["after"]["graders"]) == ("tasks", "tests")
+    older = both(rollout, None, cohort())
+    assert (older["comparable"], older["before"]["cohort"]) == (None, None) and older["difference"] is not None
+
+
+def test_other_tasks_or_graders_leave_no_headline(rollout: Make) -> None:
+    for part, said in (("content", "tasks differ"), ("grader", "graders differ")):
+        other = cohort()["tasks"] | {"t1": {"content": "c", "grader": "g", "difficulty": None, part: "x"}}
+        found = both(rollout, cohort(), cohort(tasks=other))
+        assert (found["comparable"], found["difference"]) == (False, None)
+        assert found["differs"] == [f"{said}: 1 of 2, the first is t1"]
+        assert f"The two evaluations cannot be compared: {found['differs'][0]}." in markdown_table(found)
+
+
+def test_other_versions_and_limits_are_said_beside_the_headline(rollout: Make) -> None:
+    found = both(rollout, cohort(), cohort(harnesses={"pi": "2"}, limits={"max_tokens": 4096}))
+    assert found["comparable"] is False and found["difference"]["pass@1"] == 0.0
+    said = "Not like with like: pi ran at version 1, then 2; max_tokens was 512, then 4096."
+    assert said in markdown_table(found)
+
+
+def test_a_comparison_of_runs_says_what_speaks_against_it(rollout: Make) -> None:
+    whole = Evaluated(evaluation(rollout, {"pi": [True, False]}), 2, cohort())
+    half = replace(whole, records=whole.records[:1])
+    other = replace(whole, cohort=cohort(tasks={}))
+    upgraded = replace(whole, cohort=cohort(harnesses={"pi": "2"}))
+    assert compared(whole, half, 0)["difference"] is None and compared(whole, other, 0)["difference"] is None
+    said = {
+        "whole": dict(against_sentences(compared(whole, whole, 0) | {"provisional": False})),
+        "half": dict(against_sentences(compared(whole, half, 0) | {"provisional": True})),
+        "other": dict(against_sentences(compared(whole, other, 0) | {"provisional": False})),
+        "upgraded": dict(against_sentences(compared(whole, upgraded, 0) | {"provisional": False})),
+    }
+    assert list(said["whole"]) == ["pi"]
+    assert said["half"] == {"all": "not told before every rollout of both is graded."}
+    assert said["other"] == {"all": "they cannot be compared: tasks differ: 2 of 2, the first is t0."}
+    assert said["upgraded"]["all"] == "not like with like: pi ran at version 1, then 2." and "pi" in said["upgraded"]
+
+
+def test_difficulty_measures_and_retries_are_shown(rollout: Make) -> None:
+    before = evaluation(rollout, {"codex": [True, True, False, True], "pi": [True, False, False, False]}, calls=4)
+    before = [replace(record, info={"cut": record.index, "tries": 1, "failures": []}) for record in before]
+    again = replace(before[0], info=before[0].info | {"tries": 2, "failures": ["…"], "causes": ["engine"]})
+    found = build_results(
+        before, [], METRICS, meta(), cohorts={"before": cohort()}, retries={"before": retries([again, *before[1:]])}
+    )
+    assert found["before"]["difficulty"] == {
+        "easy": {"pass@1": 0.75, "n": 4, "interval": list(wilson(3, 4))},
+        "hard": {"pass@1": 0.25, "n": 4, "interval": list(wilson(1, 4))},
+    }
+    assert found["before"]["harnesses"]["pi"]["pass@k"] == {"1": 0.25, "2": 0.5}
+    assert found["before"]["truncation_rate"] == 0.5 and found["before"]["calls"] == 4.0
+    text = markdown_table(json.loads(json.dumps(found)))
+    assert "| evaluation | harness | pass@2 | cut | own end | time-out | calls |" in text
+    assert "| before | pi | 50.0% | 50.0% | 100.0% | 0.0% | 4.00 |" in text
+    assert "| before | all | hard | 25.0% | 5 to 70 | 4 |" in text
+    assert "before: rollouts tried more than once 1; tries without a grade: engine 1." in text
+    assert "difficulty" not in markdown_table(build_results(before, [], METRICS, meta())), "no level, no table"
+    stream = io.StringIO()
+    print_results(found, Console(file=stream, width=80))
+    assert "How rollouts ended" in stream.getvalue() and "tries without a grade" in stream.getvalue()
+
+
+def test_levels_come_from_easy_to_hard_and_what_has_none_last(rollout: Make) -> None:
+    levels = ("hard", "Easy", None, "medium", "own")
+    tasks = {f"t{n}": {"content": "c", "grader": "g", "difficulty": level} for n, level in enumerate(levels)}
+    side = [rollout(task) for task in tasks]
+    found = build_results(side, [], METRICS, meta(planned=5), cohorts={"before": cohort(tasks=tasks)})
+    assert list(found["before"]["difficulty"]) == ["Easy", "medium", "hard", "own", "not given"]
+
+
+def test_a_checkpoint_stands_against_the_base(rollout: Make) -> None:
+    old, new = ([rollout(f"t{n}", passed=n < right) for n in range(4)] for right in (1, 3))
+    base = {"label": "before", **compared(Evaluated(old, 4, cohort()), Evaluated(new, 4, cohort()), 0)}
+    entry = checkpoint_summary("c", 2, new, {"pi": 4}, cohort(), base)
+    assert entry["base"]["difference"]["pass@1"] == 0.5 and entry["base"]["comparable"] is True
+    assert entry["provisional"] is False and checkpoint_summary("c", 2, new, {"pi": 5})["provisional"] is True
