@@ -337,6 +337,7 @@ class EvaluationConfig:
     before: bool = True
     after: bool = True
     every: int = 0  # every k-th checkpoint is exported and evaluated, on Slurm by jobs of their own; 0 = none
+    replicas: int = 0  # vLLM servers of `yoke evaluate` on a node; 0 = one a GPU, or one
     keep_exports: int = 4  # exports that stay on disk, besides those whose jobs still wait; 0 = all
     max_jobs: int = 16  # with as many evaluation jobs waiting, a run submits no more
     cluster: dict[str, Any] = field(default_factory=dict)  # settings of `cluster` that evaluation jobs have differently
@@ -520,3 +521,12 @@ class Config:
     simulate: SimulateConfig = field(default_factory=SimulateConfig)
     preflight: PreflightConfig = field(default_factory=PreflightConfig)
     experiment: Any = None
+
+
+def check_replicas(config: Config) -> None:
+    """Refuse, with a UserError, more engines than rollouts at once."""
+    if config.evaluation.replicas > config.concurrency:
+        raise UserError(
+            f"evaluation.replicas={config.evaluation.replicas} share concurrency={config.concurrency} rollouts at "
+            "once: give concurrency at least as many"
+        )

@@ -24,10 +24,15 @@ def engine_devices(visible: str | None) -> str:
 
     Both stay visible, so that NCCL can reach from one to the other. ``visible``: the job's; None = every GPU.
     """
-    if visible is None:
-        visible = ",".join(str(number) for number in range(len(list(Path("/dev").glob("nvidia[0-9]*")))))
-    first, *others = visible.split(",")
+    first, *others = visible_devices(visible) or [""]
     return ",".join([*others, first])
+
+
+def visible_devices(visible: str | None) -> list[str]:
+    """The names in CUDA_VISIBLE_DEVICES=``visible``; None = every GPU of the machine."""
+    if visible is None:
+        return [str(number) for number in range(len(list(Path("/dev").glob("nvidia[0-9]*"))))]
+    return visible.split(",")
 
 
 def transfer_kind(name: str) -> str:

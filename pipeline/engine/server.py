@@ -39,14 +39,24 @@ class EngineServer:
     """
 
     def __init__(
-        self, config: EngineConfig, model: ModelConfig, log_path: Path, run_scratch: Path, node: int = 0
+        self,
+        config: EngineConfig,
+        model: ModelConfig,
+        log_path: Path,
+        run_scratch: Path,
+        node: int = 0,
+        devices: str | None = None,
     ) -> None:
-        """Reserve the port. Raises UserError if ``engine.port`` is taken or ``engine.weight_transfer`` unknown."""
+        """Reserve the port. ``devices``: the GPUs that it has for itself, as CUDA_VISIBLE_DEVICES names them.
+
+        Raises UserError if ``engine.port`` is taken or ``engine.weight_transfer`` unknown.
+        """
         self.config = config
         self.model = model
         self.log_path = Path(log_path)
         self.run_scratch = Path(run_scratch)
         self.gpu = on_gpu()
+        self._devices = devices
         self.transfer = transfer_kind(config.weight_transfer)
         self._reservation = reserve_port(config.port)
         self.port: int = self._reservation.getsockname()[1]
@@ -122,7 +132,8 @@ class EngineServer:
             "VLLM_CACHE_ROOT": str(self._cache_root()),
         }
         if self.gpu:
-            env["CUDA_VISIBLE_DEVICES"] = engine_devices(os.environ.get("CUDA_VISIBLE_DEVICES"))
+            visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+            env["CUDA_VISIBLE_DEVICES"] = self._devices or engine_devices(visible)
         else:
             env |= {
                 "VLLM_CPU_KVCACHE_SPACE": _gib(self.config.kv_cache_gib),

@@ -110,6 +110,8 @@ class Coordinator:
             "unregister": self.unregister,
             "lease": self.lease,
             "close": self.close,
+            "hand_back": self.hand_back,
+            "retire": self.retire,
             "heartbeat": self.heartbeat,
             "fail": self.fail,
             "tell": self.tell,
@@ -215,6 +217,25 @@ class Coordinator:
             self._changed.notify_all()
             if self._cells is not None or (self.flow and self.flow.outstanding_rollouts < before):
                 self._supply.notify_all()
+        return {}
+
+    def hand_back(self, engine: str, work: dict[str, Any], path: str | None) -> dict[str, Any]:
+        """A cell that ``engine`` cannot finish waits for another one, without having cost a try. What had ended of it
+        lies in the Parquet file ``path`` and counts.
+        """
+        records = self.storage.read_rollouts(Path(path)) if path else ()
+        with self._changed:
+            if self._cells is not None:
+                self._cells.give_back(work["group_id"], records, engine)
+            self._changed.notify_all()
+            self._supply.notify_all()
+        return {}
+
+    def retire(self, engine: str) -> dict[str, Any]:
+        """``engine`` does nothing any more, for good or until it registers: what it still had goes to the others."""
+        with self._changed:
+            self._forget(engine)
+            self._supply.notify_all()
         return {}
 
     def _close_train(self, engine: str, work: dict[str, Any], records: tuple[RolloutRecord, ...]) -> None:
@@ -378,17 +399,18 @@ class Coordinator:
         with self._changed:
             lost = [name for name, seen in self.seen.items() if now - seen > silence_s]
             for name in lost:
-                del self.seen[name]
-                self.engines.pop(name, None)
-                self.stats.pop(name, None)
-                self._held.pop(name, None)
-                if self.flow is not None:
-                    self.flow.release_engine(name)
-                if self._cells is not None:
-                    self._cells.release(name)
+                self._forget(name)
             if lost or self._audit(now):
                 self._supply.notify_all()
         return lost
+
+    def _forget(self, name: str) -> None:
+        for known in (self.seen, self.engines, self.stats, self._held):
+            known.pop(name, None)
+        if self.flow is not None:
+            self.flow.release_engine(name)
+        if self._cells is not None:
+            self._cells.release(name)
 
     def _audit(self, now: float) -> bool:
         """Take back what its engine rank did not know of twice in a row: the answer to its lease was lost on the way,

@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 
 from pipeline.capture.supervisor import ShardSupervisor
 from pipeline.config import Config, UserError
-from pipeline.engine.server import SERVED_MODEL_NAME, EngineServer
+from pipeline.engine.server import SERVED_MODEL_NAME, EngineError, EngineServer
 from pipeline.harness.base import harness_root
 from pipeline.hub import local_model
 from pipeline.launch.coordinator import LONG_POLL_S, spec_from_json
@@ -33,12 +33,13 @@ from pipeline.launch.storage import Storage
 from pipeline.records import GroupSpec, Outcome, PolicyVersion, RolloutRecord
 from pipeline.report.store import write_group
 from pipeline.sandbox.base import make_sandbox
-from pipeline.stages.evaluation import write_cell
+from pipeline.stages.evaluation import is_graded, write_cell
 from pipeline.stages.rollout import Workshop, ended_by_signal, ended_with_the_job
 
 log = logging.getLogger("yoke.engine")
 
 HEARTBEAT_S = 1.0
+WATCH_S = 0.5
 COORDINATOR_SILENCE_S = 20.0
 WORD_TRIES = 10
 SIGNAL_S = 0.5  # within which a signal to the whole job has reached rank 0 too
@@ -55,21 +56,23 @@ T = TypeVar("T")
 class EngineRank:
     """One node's engine, from start to the coordinator's word to stop."""
 
-    def __init__(self, config: Config, attempt: Attempt, node: int, snapshots: Path | None = None) -> None:
+    def __init__(
+        self,
+        config: Config,
+        attempt: Attempt,
+        node: int,
+        snapshots: Path | None = None,
+        devices: str | None = None,
+        pooled: bool = False,
+    ) -> None:
+        """``devices``: GPUs of its own (CUDA_VISIBLE_DEVICES). ``pooled``: others beside it do the same work, with
+        the same weights, so what it cannot go on with is theirs; ``node`` then only tells it from them.
+        """
         self.config, self.attempt, self.name = config, attempt, f"node{node}"
-        self.snapshots = snapshots
+        self.snapshots, self.pooled = snapshots, pooled
         self.scratch = attempt.new_scratch(self.name)
-        self.server = EngineServer(
-            config.engine, config.model, attempt.logs / f"vllm-{self.name}.log", self.scratch, node
-        )
-        self.supervisor = ShardSupervisor(
-            self.server.url,
-            config.engine.shards,
-            self.scratch / "journal",
-            SERVED_MODEL_NAME,
-            config.engine.request_timeout_s,
-            OUTAGE_S,
-        )
+        self.server = self._make_server(node, devices)
+        self.supervisor = self._make_supervisor()
         self.slots = asyncio.Semaphore(config.concurrency)
         self.groups: dict[str, asyncio.Task[None]] = {}
         self.queued = 0
@@ -81,11 +84,24 @@ class EngineRank:
         self.up = asyncio.Event()
         self.last_down = time.monotonic()
         self.restart_wanted = False
+        self.closing: set[str] = set()  # groups whose rollouts have all ended
+        self.giving_up = False  # what is open here is on its way to the other engines
         self.stopping = asyncio.Event()
         self.failure: BaseException | None = None
         self.calls = ThreadPoolExecutor(CALL_THREADS, thread_name_prefix="rpc")
         self.files = ThreadPoolExecutor(FILE_THREADS, thread_name_prefix="files")
         self.storage = Storage(attempt, config.cluster.storage_wait_s, self._tell)
+
+    def _make_server(self, node: int, devices: str | None) -> EngineServer:
+        log_path = self.attempt.logs / f"vllm-{self.name}.log"
+        return EngineServer(self.config.engine, self.config.model, log_path, self.scratch, node, devices)
+
+    def _make_supervisor(self) -> ShardSupervisor:
+        engine = self.config.engine
+        return ShardSupervisor(
+            self.server.url, engine.shards, self.scratch / "journal", SERVED_MODEL_NAME, engine.request_timeout_s,
+            OUTAGE_S,
+        )  # fmt: skip
 
     async def run(self) -> None:
         """Serve until the coordinator says stop. Raises when vLLM cannot be kept alive or the coordinator is gone."""
@@ -222,7 +238,7 @@ class EngineRank:
     async def _lease_groups(self) -> None:
         """Keep just enough groups here that no slot is idle."""
         while not self.stopping.is_set():
-            if self.queued >= self.config.concurrency:
+            if self._has_enough():
                 await asyncio.sleep(0.05)
                 continue
             try:
@@ -236,6 +252,10 @@ class EngineRank:
             elif answer["work"] is not None:
                 self._begin(answer["work"])
 
+    def _has_enough(self) -> bool:
+        """One of several takes nothing that it would let lie: another one may be free earlier."""
+        return self.queued + (self.in_flight if self.pooled else 0) >= self.config.concurrency
+
     def _begin(self, work: dict[str, Any]) -> None:
         earlier = self.groups.get(work["group_id"])
         if earlier is not None:  # its lease was taken back and the group leased anew: one writer a group
@@ -248,6 +268,7 @@ class EngineRank:
     def _group_done(self, group_id: str, task: asyncio.Task[None]) -> None:
         if self.groups.get(group_id) is task:
             del self.groups[group_id]
+            self.closing.discard(group_id)
         if not task.cancelled() and task.exception() is not None:
             self.failure = task.exception()
             self.stopping.set()
@@ -256,11 +277,27 @@ class EngineRank:
         if earlier is not None:
             await asyncio.wait([earlier])
         spec = spec_from_json(work)
-        records = await asyncio.gather(*(self._one(spec, index, work) for index in work["indices"]))
-        publish = partial(self.storage.publish, f"write {spec.group_id}", partial(self._write, work, spec, records))
-        path = await self._in_file_thread(publish)
-        await self._close(work, path)
+        if self.pooled and not self.up.is_set():  # it was leased when the engine had just died
+            return await self._hand_back(work, spec, [])
+        rollouts = [asyncio.ensure_future(self._one(spec, index, work)) for index in work["indices"]]
+        try:
+            records = await asyncio.gather(*rollouts)
+        except asyncio.CancelledError:
+            if not self.giving_up:
+                raise
+            return await self._hand_back(work, spec, [done.result() for done in rollouts if _has_result(done)])
+        self.closing.add(spec.group_id)
+        await self._hand_in("close", work, await self._publish(work, spec, records))
         await self._in_file_thread(partial(self._forget_rollouts, spec, work["indices"]))
+
+    async def _publish(self, work: dict[str, Any], spec: GroupSpec, records: list[RolloutRecord]) -> Path:
+        write = partial(self._write, work, spec, records)
+        return await self._in_file_thread(partial(self.storage.publish, f"write {spec.group_id}", write))
+
+    async def _hand_back(self, work: dict[str, Any], spec: GroupSpec, ended: list[RolloutRecord]) -> None:
+        """Have another engine finish a cell; the grades of what ``ended`` of it stand."""
+        graded = [record for record in ended if is_graded(record)]
+        await self._hand_in("hand_back", work, await self._publish(work, spec, graded) if graded else None)
 
     def _write(self, work: dict[str, Any], spec: GroupSpec, records: list[RolloutRecord]) -> Path:
         if work["kind"] == "evaluate":
@@ -274,13 +311,14 @@ class EngineRank:
             for index in indices:
                 self._rollout_file(spec, index).unlink(missing_ok=True)
 
-    async def _close(self, work: dict[str, Any], path: Path) -> None:
+    async def _hand_in(self, method: str, work: dict[str, Any], path: Path | None) -> None:
         """Hand a group in. The coordinator reads its file first, which may take as long as the file system is away."""
+        place = None if path is None else str(path)
         deadline = time.monotonic() + self.config.cluster.storage_wait_s + CLOSE_S
         refused = 0
         while True:
             try:
-                call = partial(self.coordinator.call, "close", engine=self.name, work=work, path=str(path))
+                call = partial(self.coordinator.call, method, engine=self.name, work=work, path=place)
                 await self._in_file_thread(call)
                 return
             except RpcError as error:
@@ -383,19 +421,42 @@ class EngineRank:
     async def _watch_engine(self) -> None:
         """Start a dead or doubtful vLLM again; the trainer pushes the weights when it registers again."""
         while True:
-            await asyncio.sleep(0.5)
+            await asyncio.sleep(WATCH_S)
             if self.server.alive() and not self.restart_wanted:
                 continue
             self.up.clear()
             self.restarts += 1
+            await self._call("unregister")
+            if self.pooled:
+                await self._give_all_back()
             if self.restarts > self.config.engine.max_restarts:
                 raise RuntimeError(f"vLLM died {self.restarts} times; its log: {self.server.log_path}")
             log.warning("vLLM is dead or in doubt, starting it again (%d)", self.restarts)
-            await self._call("unregister")
             await asyncio.to_thread(self.server.stop)
             self.restart_wanted = False
+            await self._restart()
+
+    async def _restart(self) -> None:
+        try:
             await self._start_engine()
+        except EngineError as error:
+            if not self.pooled:
+                raise
+            log.warning("%s did not come up: %s", self.name, error)  # the others go on meanwhile
+            self.restart_wanted = True
+        else:
             await self._register()
+
+    async def _give_all_back(self) -> None:
+        """Harnesses would wait for the engine to come back; others can begin their cells at once."""
+        self.giving_up = True
+        try:
+            for group_id in self.groups.keys() - self.closing:
+                self.groups[group_id].cancel()
+            await asyncio.gather(*self.groups.values(), return_exceptions=True)
+            await self._call("retire")
+        finally:
+            self.giving_up = False
 
     async def _shut_down(self) -> None:
         self.storage.close()
@@ -405,6 +466,10 @@ class EngineRank:
         self.calls.shutdown(wait=False)
         self.files.shutdown(wait=False, cancel_futures=True)
         shutil.rmtree(self.scratch, ignore_errors=True)
+
+
+def _has_result(rollout: asyncio.Future[RolloutRecord]) -> bool:
+    return rollout.done() and not rollout.cancelled() and rollout.exception() is None
 
 
 def run_engine(config: Config, attempt: Attempt, node: int, snapshots: Path | None = None) -> None:

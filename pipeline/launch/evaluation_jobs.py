@@ -132,14 +132,16 @@ def _executor(config: Config, run: RunDirectory, code: Path) -> submitit.SlurmEx
 
 
 def evaluation_cluster(config: Config) -> ClusterConfig:
-    """The settings of evaluation jobs: one node and one GPU, else the run's, with ``evaluation.cluster`` over them.
+    """The settings of evaluation jobs: one node and a GPU a replica, else the run's, with ``evaluation.cluster`` over
+    them.
 
     Raises UserError for a key that `cluster` has not.
     """
     known = {item.name for item in fields(ClusterConfig)}
     if strange := sorted(set(config.evaluation.cluster) - known):
         raise UserError(f"evaluation.cluster has no {', '.join(strange)}; one of: {', '.join(sorted(known))}")
-    one = replace(config.cluster, nodes=1, gpus_per_node=min(1, config.cluster.gpus_per_node))
+    gpus = min(max(1, config.evaluation.replicas), config.cluster.gpus_per_node)
+    one = replace(config.cluster, nodes=1, gpus_per_node=gpus)
     return replace(one, **config.evaluation.cluster)
 
 

@@ -7,7 +7,15 @@ from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
 
-from pipeline.config import ClusterConfig, Config, UserError, check_algorithm, check_curriculum, check_training
+from pipeline.config import (
+    ClusterConfig,
+    Config,
+    UserError,
+    check_algorithm,
+    check_curriculum,
+    check_replicas,
+    check_training,
+)
 from pipeline.engine.device import transfer_kind
 from pipeline.engine.server import reserve_port
 from pipeline.harness.base import HarnessRecipe, get_harness, harness_root
@@ -46,6 +54,7 @@ def check_settings(config: Config, port_is_ours: bool = False) -> str:
     check_wandb(config.logging, Path(config.run_dir))
     _check_cluster(config.cluster)
     evaluation_cluster(config)
+    check_replicas(config)
     configured_reward(config)
     transfer_kind(config.engine.weight_transfer)
     if config.cluster.name == "slurm":  # ports and sandboxes are those of its nodes
@@ -104,6 +113,7 @@ def _check_numbers(config: Config) -> None:
         "harness.retries": config.harness.retries,
         "evaluation.retries": config.evaluation.retries,
         "evaluation.every": config.evaluation.every,
+        "evaluation.replicas": config.evaluation.replicas,
         "evaluation.keep_exports": config.evaluation.keep_exports,
         "evaluation.max_jobs": config.evaluation.max_jobs,
         "algorithm.max_rerolls": algorithm.max_rerolls,

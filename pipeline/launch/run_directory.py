@@ -203,7 +203,7 @@ FREE = (
 )
 _FREE_KEYS = (
     *("mix.readmit", "mix.set_aside_after", "tasks.check", "tasks.gates"),
-    *(f"evaluation.{key}" for key in ("every", "keep_exports", "max_jobs", "cluster")),
+    *(f"evaluation.{key}" for key in ("every", "replicas", "keep_exports", "max_jobs", "cluster")),
 )
 _FREE_PREFIXES = tuple(f"{key}." for key in _FREE_KEYS)
 

@@ -114,11 +114,18 @@ class Cells:
         """(cell, try, engine) of every cell that is being rolled out."""
         return [(group_id, cell.tries, cell.engine) for group_id, cell in self._open.items()]
 
-    def give_back(self, group_id: str) -> None:
-        """Nobody rolls this cell out any more: it waits again, without having cost a try."""
-        cell = self._open.pop(group_id)
+    def give_back(self, group_id: str, records: Sequence[RolloutRecord] = (), engine: str | None = None) -> None:
+        """Nobody rolls this cell out any more: it waits again, without having cost a try. ``records``: what had ended
+        of it. ``engine``: only if that is who has it.
+        """
+        cell = self._open.get(group_id)
+        if cell is None or engine not in (None, cell.engine):
+            return
+        del self._open[group_id]
+        cell.note(records)
         cell.tries -= 1
-        self._waiting.append(cell)
+        if cell.missing():
+            self._waiting.append(cell)
 
     @property
     def done(self) -> bool:

@@ -70,6 +70,20 @@ def test_cpu_and_gpu_command_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert "VLLM_CPU_KVCACHE_SPACE" not in environment
 
 
+@pytest.mark.parametrize(
+    ("visible", "own", "seen"), [("0,1", None, "1,0"), ("0,1", "0", "0"), ("0,1,2,3", "2,3", "2,3")]
+)
+def test_an_engine_sees_the_gpus_that_it_has_for_itself(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, visible: str, own: str | None, seen: str
+) -> None:
+    monkeypatch.setattr("pipeline.engine.server.on_gpu", lambda: True)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    model = ModelConfig(path="m")
+    server = EngineServer(EngineConfig(weight_transfer="file"), model, tmp_path / "log", tmp_path, devices=own)
+    assert server.environment()["CUDA_VISIBLE_DEVICES"] == seen
+    server.close()
+
+
 @pytest.mark.slow
 def test_early_death_shows_the_log(tmp_path: Path) -> None:
     server = make_server(tmp_path)
