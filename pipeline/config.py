@@ -479,7 +479,10 @@ class StageConfig:
     groups: int = 2  # rollout: how many groups of the schedule
     checkpoint: str = "newest"  # evaluate: newest | all | base | a checkpoint's name, or the number of its update
     harnesses: list[str] | None = None  # evaluate: some of the mix, or others; null = the mix
-    label: str | None = None  # evaluate: name of the evaluation; null = the checkpoint's name
+    label: str | None = None  # evaluate: name of the evaluation; null = the checkpoint's name, or the API's model's
+    api_url: str | None = None  # evaluate: base URL of any Chat Completions API, instead of a checkpoint
+    api_model: str | None = None  # the model's name there
+    api_key_env: str | None = None  # the environment variable with its key; null = YOKE_UPSTREAM_KEY, if it is set
 
 
 @dataclass

@@ -35,6 +35,7 @@ EVENTS = {
     "over_budget": "a call was refused since the session's budget was used up",
     "context_full": "the prompt filled the model's window",
     "engine_failures": "the upstream could not serve a call",
+    "outages": "in text mode: a call waited for an upstream that was away or busy",
     "engine_aborts": "the engine aborted a sample, which was drawn again",
     "resampled": "a sample had begun under newer weights and was drawn again",
     "unversioned": "the engine had no policy weights yet",

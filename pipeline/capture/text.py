@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Callable
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -94,10 +95,15 @@ class TextUpstream:
             trust_env=trusts_environment(url),
         )
 
-    async def complete(self, request: ChatRequest, messages: list[ChatMessage], policy: Policy) -> Completion:
-        """One answer, sampled as the session's policy says. Raises ApiError as the engine does."""
+    async def complete(
+        self, request: ChatRequest, messages: list[ChatMessage], policy: Policy, waits: Callable[[], None]
+    ) -> Completion:
+        """One answer, sampled as the session's policy says. Raises ApiError as the engine does.
+
+        ``waits`` is called when an outage or a rate limit is going to be waited out.
+        """
         body = msgspec.json.encode(self._body(request, messages, policy))
-        reply = await patiently(lambda: self._post(body), self._path, self._outage_s)
+        reply = await patiently(lambda: self._post(body), self._path, self._outage_s, waits)
         return decoded(self._path, reply, _COMPLETION)
 
     def _body(self, request: ChatRequest, messages: list[ChatMessage], policy: Policy) -> dict[str, Any]:
@@ -124,7 +130,8 @@ class TextUpstream:
             raise ReplyTimeout(message) from error
         except httpx.TransportError as error:
             raise ConnectionFailed(f"{self._client.base_url}: {error!r}") from error
-        return Reply(reply.status_code, reply.content)
+        told = reply.headers.get("retry-after", "")
+        return Reply(reply.status_code, reply.content, int(told) if told.isdecimal() else None)
 
 
 class TextTurns(Turns):
@@ -150,7 +157,9 @@ class TextTurns(Turns):
         messages = request.messages()
         with self._spending(session):
             sent = time.monotonic()
-            completion = await self._upstream.complete(request, messages, session.policy)
+            completion = await self._upstream.complete(
+                request, messages, session.policy, lambda: self._waits(session, request)
+            )
             waited, message = time.monotonic() - sent, completion.message
         call_id = len(session.tree.nodes)
         node = Node(
@@ -177,3 +186,7 @@ class TextTurns(Turns):
         )
         self.added(node.seconds - waited)
         return self._keep(session, node)
+
+    def _waits(self, session: Session, request: ChatRequest) -> None:
+        if not request.foreign:
+            self.count(session, "outages")

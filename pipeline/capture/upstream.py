@@ -302,28 +302,34 @@ class Engine:
         return decoded(path, reply, decoder)
 
 
-async def patiently(request: Callable[[], Awaitable[Reply]], path: str, outage_s: float) -> Reply:
+async def patiently(
+    request: Callable[[], Awaitable[Reply]], path: str, outage_s: float, waits: Callable[[], None] = lambda: None
+) -> Reply:
     """The first reply that is no sign of an outage. Raises ApiError after ``outage_s``, a deadline, or a lasting 500.
 
-    A 500 may be the request's own fault, so it is tried again only a few times.
+    A 500 may be the request's own fault, so it is tried again only a few times. What a busy upstream says of how long
+    to wait is obeyed. ``waits`` is called once, before the first wait.
     """
     give_up, delay, tries = 0.0, 0.1, 0
+    pause = delay
     while True:
         try:
             reply = await request()
             if reply.status < 500 and reply.status != BUSY:
                 return reply
             tries += reply.status == 500
-            error = _outage(path, reply)
+            error, pause = _outage(path, reply), max(delay, reply.retry_after or 0)
         except ConnectionFailed as failure:
-            error = EngineError(Fault.UNAVAILABLE, str(failure), RETRY_AFTER_S)
+            error, pause = EngineError(Fault.UNAVAILABLE, str(failure), RETRY_AFTER_S), delay
         except ReplyTimeout as failure:
             raise EngineError(Fault.TIMEOUT, str(failure), RETRY_AFTER_S) from failure
-        give_up = give_up or time.monotonic() + outage_s
-        if tries == MOST_500 or time.monotonic() + delay > give_up:
+        if not give_up:
+            waits()
+            give_up = time.monotonic() + outage_s
+        if tries == MOST_500 or time.monotonic() + pause > give_up:
             error.message = f"the engine did not answer {path}: {error.message}"
             raise error
-        await asyncio.sleep(delay)
+        await asyncio.sleep(pause)
         delay = min(delay * 2, 2.0)
 
 

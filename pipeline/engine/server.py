@@ -14,6 +14,7 @@ import sys
 import time
 from collections import deque
 from pathlib import Path
+from typing import Protocol
 
 import httpx
 
@@ -29,6 +30,20 @@ STOP_GRACE_S = 10.0
 
 class EngineError(RuntimeError):
     """The engine died or did not answer in time. The message carries the last lines of its log."""
+
+
+class Server(Protocol):
+    """What serves the policy, as an engine rank sees it."""
+
+    url: str
+    log_path: Path
+
+    def start(self, model_dir: Path | str, seed: int = 0) -> None: ...
+    def wait_ready(self, deadline_s: float | None = None) -> None: ...
+    def warm_up(self, timeout_s: float | None = None) -> None: ...
+    def alive(self) -> bool: ...
+    def stop(self) -> None: ...
+    def close(self) -> None: ...
 
 
 class EngineServer:
@@ -61,11 +76,8 @@ class EngineServer:
         self._reservation = reserve_port(config.port)
         self.port: int = self._reservation.getsockname()[1]
         self._core = config.cores[node % len(config.cores)] if config.cores else None
+        self.url = f"http://{HOST}:{self.port}"
         self._process: subprocess.Popen[bytes] | None = None
-
-    @property
-    def url(self) -> str:
-        return f"http://{HOST}:{self.port}"
 
     def start(self, model_dir: Path | str, seed: int = 0) -> None:
         """Start serving the checkpoint in ``model_dir``; returns at once, see ``wait_ready``.

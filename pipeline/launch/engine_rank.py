@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 
 from pipeline.capture.supervisor import ShardSupervisor
 from pipeline.config import Config, UserError
-from pipeline.engine.server import SERVED_MODEL_NAME, EngineError, EngineServer
+from pipeline.engine.server import SERVED_MODEL_NAME, EngineError, EngineServer, Server
 from pipeline.harness.base import harness_root
 from pipeline.hub import local_model
 from pipeline.launch.coordinator import LONG_POLL_S, spec_from_json
@@ -92,7 +92,7 @@ class EngineRank:
         self.files = ThreadPoolExecutor(FILE_THREADS, thread_name_prefix="files")
         self.storage = Storage(attempt, config.cluster.storage_wait_s, self._tell)
 
-    def _make_server(self, node: int, devices: str | None) -> EngineServer:
+    def _make_server(self, node: int, devices: str | None) -> Server:
         log_path = self.attempt.logs / f"vllm-{self.name}.log"
         return EngineServer(self.config.engine, self.config.model, log_path, self.scratch, node, devices)
 

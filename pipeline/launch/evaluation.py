@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import secrets
 import shutil
 import time
@@ -27,6 +28,7 @@ from pipeline.records import RolloutRecord
 from pipeline.report.measures import evaluation_metrics
 from pipeline.report.store import write_json
 from pipeline.stages.evaluation import Cells, evaluation_specs, read_cells, read_tries
+from pipeline.stages.hosted import HostedModel, evaluated_model
 
 PIN = "weights.json"
 SUBMITTED = "submitted.json"
@@ -63,10 +65,17 @@ class EvaluationAttempt(Attempt):
 
 
 def plan(config: Config, run: RunDirectory) -> list[EvaluationJob]:
-    """One job for each of the weights that ``stage.checkpoint`` names. Raises UserError for a wrong stage.… setting."""
+    """One job for each of the weights that ``stage.checkpoint`` names, or for the model at ``stage.api_url``.
+
+    Raises UserError for a wrong stage.… setting.
+    """
     from pipeline.stages.weights import imported, kept, select  # imports torch
 
     harnesses = _harnesses(config)
+    if (hosted := evaluated_model(config.stage)) is not None:
+        job = EvaluationJob(_hosted_label(config, hosted), hosted.name, harnesses)
+        _check_pin(run, job)
+        return [job]
     names = select(config.stage.checkpoint, kept(run.checkpoints, run.models), imported(run.models))
     label = config.stage.label
     if label is not None and (len(names) > 1 or Path(label).name != label or label.startswith(".")):
@@ -75,6 +84,18 @@ def plan(config: Config, run: RunDirectory) -> list[EvaluationJob]:
     for job in jobs:
         _check_pin(run, job)
     return jobs
+
+
+def _hosted_label(config: Config, hosted: HostedModel) -> str:
+    """``stage.label``, or what of the model's name can be a directory's."""
+    from pipeline.stages.weights import NEWEST, update_of
+
+    if config.stage.checkpoint != NEWEST:
+        raise UserError(f"stage.checkpoint={config.stage.checkpoint} and stage.api_url={hosted.url}: give one of them")
+    label = config.stage.label or re.sub(r"[^A-Za-z0-9._]+", "-", hosted.model).strip("-.")
+    if not label or Path(label).name != label or label.startswith(".") or update_of(label) is not None:
+        raise UserError(f"stage.label={label}: a plain name, and not one of a checkpoint's (stage.api_model needs one)")
+    return label
 
 
 def _harnesses(config: Config) -> tuple[str, ...]:
@@ -161,8 +182,12 @@ def evaluate(config: Config, run: RunDirectory, job: EvaluationJob) -> Cells:
     cells = job_cells(config, run, job)
     if not cells.done:
         attempt = _claim(run, job)
-        model = model_dir(config, run.checkpoints, run.models, job.weights)
-        _work_through(_own_seed(config, job), attempt, model, cells)
+        hosted = evaluated_model(config.stage)
+        if hosted is not None and job.weights == hosted.name:
+            _work_through_hosted(_own_seed(config, job), attempt, hosted, cells)
+        else:
+            model = model_dir(config, run.checkpoints, run.models, job.weights)
+            _work_through(_own_seed(config, job), attempt, model, cells)
         attempt.check_fence()
     _finish(run, job, cells)
     return cells
@@ -205,6 +230,12 @@ def _work_through(config: Config, attempt: Attempt, model: Path, cells: Cells) -
     from pipeline.launch.standalone import work_through
 
     work_through(config, attempt, model, cells)
+
+
+def _work_through_hosted(config: Config, attempt: Attempt, hosted: HostedModel, cells: Cells) -> None:
+    from pipeline.launch.standalone import work_through_hosted
+
+    work_through_hosted(config, attempt, hosted, cells)
 
 
 def _finish(run: RunDirectory, job: EvaluationJob, cells: Cells) -> None:

@@ -19,7 +19,7 @@ from typing import Any
 
 import submitit
 
-from pipeline.config import ClusterConfig, Config, UserError
+from pipeline.config import ClusterConfig, Config, StageConfig, UserError
 from pipeline.harness.base import register
 from pipeline.launch import slurm
 from pipeline.launch.data import load_split
@@ -140,7 +140,7 @@ def evaluation_cluster(config: Config) -> ClusterConfig:
     known = {item.name for item in fields(ClusterConfig)}
     if strange := sorted(set(config.evaluation.cluster) - known):
         raise UserError(f"evaluation.cluster has no {', '.join(strange)}; one of: {', '.join(sorted(known))}")
-    gpus = min(max(1, config.evaluation.replicas), config.cluster.gpus_per_node)
+    gpus = 0 if config.stage.api_url else min(max(1, config.evaluation.replicas), config.cluster.gpus_per_node)
     one = replace(config.cluster, nodes=1, gpus_per_node=gpus)
     return replace(one, **config.evaluation.cluster)
 
@@ -199,7 +199,7 @@ def main(words: Sequence[str]) -> None:
     for number in (signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
     run, name = RunDirectory(Path(words[0])), words[1]
-    config = run.saved_config()
+    config = replace(run.saved_config(), stage=StageConfig())  # of a checkpoint, whatever the first command was about
     register(config.harness.recipes)
     array = submit(config, run, EvaluationJob(name, name, tuple(config.mix.harnesses)).by_harness())
     print(f"evaluation of {name} submitted as array {array}")

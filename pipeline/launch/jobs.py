@@ -114,6 +114,7 @@ def evaluate(config: Config) -> int:
     jobs = evaluation.plan(config, run)
     if config.dry_run or evaluation_jobs.on_slurm(config):
         return evaluation_jobs.launch(config, run, jobs)
+    _greet_hosted(config)
     if config.cluster.name == "local":
         evaluation.refuse_living(run, jobs)
     for job in jobs:  # every task of an array writes the same down, whichever its share
@@ -122,6 +123,14 @@ def evaluate(config: Config) -> int:
         _tell_evaluation(job.label, evaluation.evaluate(config, run, job)) for job in evaluation.own_part(run, jobs)
     ]
     return max(told, default=0)
+
+
+def _greet_hosted(config: Config) -> None:
+    """Before a label is taken for it. Raises UserError when it does not answer."""
+    from pipeline.stages.hosted import evaluated_model, greet
+
+    if (hosted := evaluated_model(config.stage)) is not None:
+        asyncio.run(greet(hosted, {"temperature": config.harness.sampling.temperature}))
 
 
 def rollout(config: Config) -> int:

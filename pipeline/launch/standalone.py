@@ -18,11 +18,13 @@ from pipeline.engine.transfer import TransferError, set_version
 from pipeline.launch import pool
 from pipeline.launch.coordinator import Coordinator, Engine
 from pipeline.launch.engine_rank import EngineRank
+from pipeline.launch.hosted_rank import HostedRank
 from pipeline.launch.rpc import RpcClient, RpcError, RpcServer
 from pipeline.launch.run_directory import Attempt
 from pipeline.records import PolicyVersion
 from pipeline.report.bar import Bar
 from pipeline.stages.evaluation import Cells
+from pipeline.stages.hosted import HostedModel
 
 CELL_S = 600.0
 NAME_TRIES = 20
@@ -44,6 +46,11 @@ def work_through(
         for number, one in enumerate(found)
     ]
     drive(config, attempt, cells, ranks, _load)
+
+
+def work_through_hosted(config: Config, attempt: Attempt, hosted: HostedModel, cells: Cells) -> None:
+    """The same with a model at a URL. Raises UserError when it does not answer."""
+    drive(config, attempt, cells, [HostedRank(config, attempt, hosted)], lambda engine, version: None)
 
 
 Load = Callable[[Engine, PolicyVersion], None]

@@ -28,9 +28,10 @@ from pipeline.records import GroupSpec, Outcome, RolloutRecord, Trace
 from pipeline.report.bar import Bar
 from pipeline.sandbox.base import make_sandbox
 from pipeline.stages.credentials import CredentialFilter
+from pipeline.stages.hosted import HostedModel, check_url, greet, teacher_model
 from pipeline.stages.recording import about, fingerprint, rows_of, write_rows
 from pipeline.stages.rollout import Workshop
-from pipeline.stages.teachers import TeacherServer, check_url, greet
+from pipeline.stages.teachers import TeacherServer
 from pipeline.tasks.harbor import HarborTask
 from pipeline.tasks.sets import load_set
 from pipeline.tasks.teacher import Teacher, parse_task
@@ -71,9 +72,10 @@ async def collect(config: Config, harnesses: list[str]) -> None:
     Parquet, one row a model request, columns as in recording.SCHEMA. Raises UserError when nothing was kept, or when
     the teacher never calls a tool.
     """
-    teacher = None if config.collect.teacher_url else scripted_teacher(config)
-    key = os.environ.get(config.collect.api_key_env) or None
-    async with _upstream(config, teacher, key) as url, _workshop(config, url, key) as workshop:
+    hosted = teacher_model(config.collect)
+    teacher = None if hosted else scripted_teacher(config)
+    key = hosted.key if hosted else None
+    async with _upstream(hosted, teacher) as url, _workshop(config, url, key) as workshop:
         collector = Collector(config, workshop, teacher, CredentialFilter(os.environ, {"the teacher's key": key}))
         await collector.run(harnesses)
     kept = sum(_publish(config, harness, collector.failed[harness]) for harness in harnesses)
@@ -189,11 +191,12 @@ class Collector:
 
 
 @asynccontextmanager
-async def _upstream(config: Config, teacher: Teacher | None, key: str | None) -> AsyncIterator[str]:
-    if teacher is None:
-        await greet(config.collect, key)
-        yield str(config.collect.teacher_url)
+async def _upstream(hosted: HostedModel | None, teacher: Teacher | None) -> AsyncIterator[str]:
+    if hosted is not None:
+        await greet(hosted)
+        yield hosted.url
     else:
+        assert teacher is not None
         async with TeacherServer(teacher).serving() as url:
             yield url
 
@@ -298,8 +301,8 @@ def _check(config: Config) -> None:
             raise UserError(f"collect.{name}={value} must be at least {least}")
     if not 0 < chosen.min_reward <= 1:
         raise UserError(f"collect.min_reward={chosen.min_reward} must lie in (0, 1]")
-    if chosen.teacher_url is not None:
-        check_url(chosen.teacher_url)
+    if (hosted := teacher_model(chosen)) is not None:
+        check_url(hosted)
 
 
 def _say(text: str) -> None:

@@ -145,8 +145,11 @@ SPOILT: tuple[Rule, ...] = (
         "journal", shared=True,
     ),
     Rule(
-        "the time ran out, and the engine was down meanwhile", Outcome.INFRASTRUCTURE,
-        _when(lambda end: end.exit.timed_out and end.outage, "the time ran out while the engine was down"),
+        "the time ran out, and the engine was down (a hosted one: or busy) meanwhile", Outcome.INFRASTRUCTURE,
+        _when(
+            lambda end: end.exit.timed_out and (end.outage or end.counted("outages")),
+            "the time ran out while the engine was down, or a hosted one was busy",
+        ),
         "outage", shared=True,
     ),
     Rule(

@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import signal
+import time
 from collections import deque
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -42,7 +43,7 @@ class FakeUpstream(FakeEngine):
     finish: str = "stop"
     delay_s: float = 0.0
 
-    async def _answer(self, path: str, body: Any, reader: asyncio.StreamReader) -> tuple[int, Any] | None:
+    async def _answer(self, path: str, body: Any, reader: asyncio.StreamReader) -> tuple[Any, ...] | None:
         self.asked.append(body)
         said = self.says.popleft() if self.says else {"role": "assistant", "content": "ok"}
         if self.delay_s and await self._left(reader, Scripted(delay_s=self.delay_s)):
@@ -157,7 +158,25 @@ def test_outages_and_busy_upstreams_are_waited_out(proxies: Proxies) -> None:
             await proxy.engine.start()
             assert (await waiting)["content"] == "ok"
             trace = await proxy.supervisor.close_session("k")
-            assert len(trace.calls) == 2 and trace.counters == {}
+            assert len(trace.calls) == 2 and trace.counters == {"outages": 2}
+
+    asyncio.run(run())
+
+
+def test_a_busy_upstream_is_given_the_time_that_it_asks_for(proxies: Proxies) -> None:
+    async def run() -> None:
+        busy = (429, {}, ("retry-after", 1))
+        upstream = FakeUpstream(says=deque([busy, {"role": "assistant", "content": "up"}]))
+        async with text(proxies, upstream) as proxy, proxy.session("k") as harness:
+            began = time.monotonic()
+            assert (await harness.message(USER))["content"] == "up"
+            assert time.monotonic() - began >= 1.0 and len(upstream.asked) == 2
+            upstream.says.append((429, {}, ("retry-after", 9000)))
+            reply = await harness.ask([*USER, *USER])  # longer than anybody waits: at once, not after some tries
+            assert reply.status_code == 429 and reply.headers["retry-after"] == "9000"
+            assert len(upstream.asked) == 3
+            counted = (await proxy.supervisor.close_session("k")).counters
+            assert counted == {"outages": 2, "engine_failures": 1}
 
     asyncio.run(run())
 
@@ -172,7 +191,7 @@ def test_a_long_outage_ends_in_503_and_costs_no_budget(proxies: Proxies) -> None
             assert (await harness.ask(USER)).status_code == 200
             assert (await harness.ask([*USER, *USER])).headers["x-yoke-budget"] == "calls"
             trace = await proxy.supervisor.close_session("k")
-            assert trace.counters == {"engine_failures": 1, "over_budget": 1}
+            assert trace.counters == {"engine_failures": 1, "outages": 1, "over_budget": 1}
 
     asyncio.run(run())
 

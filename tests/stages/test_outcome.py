@@ -21,6 +21,7 @@ SPOILT_ENDS: list[tuple[str, End, str]] = [
     ("engine", end(trace=trace(chain(1, 0), engine_failures=1)), "the engine did not answer"),
     ("journal", end(trace=trace(chain(1, 0), journal_failures=1)), "journal could not be written"),
     ("outage", end(exit_=left(None, timed_out=True), outage=True), "while the engine was down"),
+    ("outage", end(trace=trace(chain(1, 0), outages=1), exit_=left(None, timed_out=True)), "hosted one was busy"),
     ("stopped", end(exit_=left(None, killed="asked")), "Yoke stopped it"),
     ("killed", end(exit_=left(-9)), r"killed from outside \(signal 9\)"),
     ("exit_code", end(exit_=left(6), recipe=MEANS), "exit 6"),
