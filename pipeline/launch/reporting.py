@@ -167,7 +167,9 @@ def _checkpoints(config: Config, run: RunDirectory) -> list[dict[str, Any]]:
         planned, cohort = planned_of(config, run, label, own), read_cohort(run, label)
         side = Evaluated(own, sum(planned.values()), cohort)
         against = {"label": base[0], **compared(base[1], side, config.seed)} if base and base[0] != label else None
-        made.append(checkpoint_summary(label, update_of(pinned(run, label) or ""), own, planned, cohort, against))
+        weights = pinned(run, label)
+        entry = checkpoint_summary(label, update_of(weights or ""), own, planned, cohort, against)
+        made.append(entry | {"weights": weights})
     return made
 
 

@@ -87,8 +87,10 @@ def _change(entry: Results, harness: str) -> Results | None:
 
 
 def remarks(results: Results) -> Iterator[tuple[str, str]]:
-    """(evaluation, what must be said of it): missing grades, what it differs in from the base, what was tried again."""
+    """(evaluation, what is to be said of it): weights, missing grades, what it differs in from the base, retries."""
     for entry in results["checkpoints"]:
+        if entry.get("weights") not in (None, entry["label"]):
+            yield entry["label"], f"is of {entry['weights']}."
         if entry.get("provisional"):
             yield entry["label"], f"provisional: {entry['graded']:,} of {entry['planned']:,} rollouts are graded."
         for difference in (entry.get("base") or {}).get("differs", ()):

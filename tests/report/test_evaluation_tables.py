@@ -79,7 +79,10 @@ def test_what_speaks_against_a_figure_is_said() -> None:
         "u6", 6, evaluated(3)[:5], {"pi": 6}, None, base(differs=["pi ran at version 1, then 2"])
     )
     retries = {"after": {"rollouts": 1, "tries": 13, "causes": {"engine": 2}, "cells": {}}, "u6": {"causes": {}}}
-    assert list(remarks(results([], [], checkpoints=[lacking], retries=retries))) == [
+    assert list(
+        remarks(results([], [], checkpoints=[lacking | {"weights": "gpt at http://h/v1"}], retries=retries))
+    ) == [
+        ("u6", "is of gpt at http://h/v1."),
         ("u6", "provisional: 5 of 6 rollouts are graded."),
         ("u6", "not like with like, before against this: pi ran at version 1, then 2."),
         ("after", "1 rollout was tried again; tries without a grade: 2 engine."),

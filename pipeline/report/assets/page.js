@@ -108,7 +108,7 @@ function callBox(call, place, version) {
   const trained = call.trained ? "trained" : "not trained";
   box.append(make("p", `${call.size} tokens sampled, ${trained}, in row ${call.row + 1}; mean logprob ${call.mean_logprob}.`, { class: "soft" }));
   const details = make("details");
-  details.append(make("summary", `What it read: ${call.prompt_tokens} new tokens after ${call.history} known ones`), make("pre", call.prompt));
+  details.append(make("summary", `What it read: ${call.prompt_tokens} new tokens after ${call.history} known ones`), make("pre", call.prompt, { tabindex: "0", role: "region", "aria-label": "What it read" }));
   box.append(details, ...tokens(call, version));
   return box;
 }
