@@ -181,7 +181,7 @@ def _viewer(runs: Sequence[PageRun], _: Book) -> str:
     swatches = " ".join(f'<span class="swatch p{place}">{text}</span>' for place, text in enumerate(BINS))
     kept = f"{shown[TRAINING]:,} of {sum(run.kept for run in runs):,} kept training rollouts are on this page"
     evaluated = ", ".join(f"{count:,} from {stage}" for stage, count in shown.items() if stage != TRAINING)
-    paired = f" Of the held-out tasks there are {evaluated}: the same tasks before and after." if evaluated else ""
+    paired = f" Of the held-out tasks there are {evaluated}." if evaluated else ""
     return f"""<p>{kept}, chosen evenly over harnesses and outcomes, newest first.{paired}</p>
 <div class="controls"><label for="which">Rollout</label> <select id="which"></select>
 <button type="button" id="previous">Previous</button> <button type="button" id="next">Next</button></div>

@@ -70,7 +70,7 @@ def test_figures_and_sentences() -> None:
     )
     assert "Of 2 training tasks up to update 12, no rollout solved 1" in text
     assert "3 of 83 kept training rollouts are on this page" in text
-    assert "1 from the evaluation before training, 1 from the evaluation after training: the same tasks" in text
+    assert "1 from the evaluation before training, 1 from the evaluation after training." in text
     assert "points per 100 updates" in text and "over 3 evaluations" in text
     assert '50.0%<span class="share" style="--w:50.0%">' in text
 

@@ -102,14 +102,14 @@ const KINDS = {
   "goes on": (call) => `goes on after call ${call.parent + 1}`,
 };
 
-function callBox(call, place, version) {
+function callBox(call, place, rollout) {
   const box = make("article", undefined, { class: "call", id: `call-${place + 1}` });
   box.append(make("h4", `Call ${place + 1}: ${KINDS[call.kind](call)}`));
-  const trained = call.trained ? "trained" : "not trained";
-  box.append(make("p", `${call.size} tokens sampled, ${trained}, in row ${call.row + 1}; mean logprob ${call.mean_logprob}.`, { class: "soft" }));
+  const trained = rollout.stage === "training" ? (call.trained ? ", trained" : ", not trained") : "";
+  box.append(make("p", `${call.size} tokens sampled${trained}, in row ${call.row + 1}; mean logprob ${call.mean_logprob}.`, { class: "soft" }));
   const details = make("details");
   details.append(make("summary", `What it read: ${call.prompt_tokens} new tokens after ${call.history} known ones`), make("pre", call.prompt, { tabindex: "0", role: "region", "aria-label": "What it read" }));
-  box.append(details, ...tokens(call, version));
+  box.append(details, ...tokens(call, rollout.version));
   return box;
 }
 
@@ -154,8 +154,8 @@ function showRollout(rollout) {
     parts.push(link);
   }
   if (rollout.calls.length) parts.push(make("h3", "Calls"), branches(rollout.calls));
-  else parts.push(make("p", "Nothing of this rollout is trained, so no token of it was kept."));
-  rollout.calls.forEach((call, number) => parts.push(callBox(call, number, rollout.version)));
+  else parts.push(make("p", "No token of this rollout was kept: nothing of it can be trained."));
+  rollout.calls.forEach((call, number) => parts.push(callBox(call, number, rollout)));
   const shown = make("article", undefined, { id: anchor(rollout), tabindex: "-1" });
   shown.append(...parts);
   place.replaceChildren(shown);
