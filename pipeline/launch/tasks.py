@@ -12,6 +12,7 @@ from pipeline.launch.gates import check_all, inspect_files
 from pipeline.launch.run_directory import RunDirectory
 from pipeline.launch.snapshot import with_absolute_paths
 from pipeline.stages.integrity import check_gates, inspect
+from pipeline.tasks.harbor import HarborTask
 from pipeline.tasks.sets import describe
 
 
@@ -27,7 +28,7 @@ def run(config: Config, words: Sequence[str]) -> int:
 
 def _list(config: Config, place: RunDirectory) -> int:
     """How many tasks there are, and everything that their files give away."""
-    train, test = (load_split(config, place, split) for split in ("train", "test"))
+    train, test = _splits(config, place)
     print(f"train: {describe(train)}\ntest:  {describe(test)}")
     for finding in inspect(train, test, config.tasks.gates):
         print(f"{getattr(config.tasks.gates, finding.kind)}: {finding.text}")
@@ -36,12 +37,17 @@ def _list(config: Config, place: RunDirectory) -> int:
 
 def _check(config: Config, place: RunDirectory) -> int:
     """The files, then the oracle and an idle agent on every task."""
-    train, test = (load_split(config, place, split) for split in ("train", "test"))
+    train, test = _splits(config, place)
     inspect_files(config, train, test)
     without = sum(task.solution is None for task in (*train, *test))
     count = check_all(config, place)
     print(f"{count} tasks: doing nothing scores 0, the oracle scores 1 ({without} have no solution to try)")
     return 0
+
+
+def _splits(config: Config, place: RunDirectory) -> tuple[list[HarborTask], list[HarborTask]]:
+    train, test = (load_split(config, place, split) for split in ("train", "test"))
+    return train, test
 
 
 WORDS: dict[str, Callable[[Config, RunDirectory], int]] = {"list": _list, "check": _check}

@@ -113,13 +113,15 @@ def load_task(path: Path | str, task_id: str | None = None) -> HarborTask:
     )
 
 
-def load_tasks(directory: Path | str, host_env: Collection[str] = ()) -> list[HarborTask]:
+def load_tasks(
+    directory: Path | str, host_env: Collection[str] = (), only: Collection[str] | None = None
+) -> list[HarborTask]:
     """Every task below ``directory``, or the one that it is, in the order of their paths.
 
     Tasks may lie some directories deeper; what looks like no task (SIGNS) is passed over, and so is what is hidden.
     A task's id is its directory's name, or, where two have the same, the way to it. ``host_env``: variables of the
-    host that a verifier may ask for in vain. Raises UserError when there is no task, or at the first that cannot be
-    read or asks for another variable.
+    host that a verifier may ask for in vain. ``only``: ids; other tasks are not read. Raises UserError when there is
+    no task at all, or at the first that cannot be read or asks for another variable.
     """
     root = Path(directory)
     if not root.is_dir():
@@ -127,7 +129,8 @@ def load_tasks(directory: Path | str, host_env: Collection[str] = ()) -> list[Ha
     paths = find_tasks(root)
     if not paths:
         raise UserError(f"task set {root}: no task directories in it (<task>/task.toml, instruction.md, tests/)")
-    tasks = [load_task(path, task_id) for path, task_id in zip(paths, _ids(root, paths), strict=True)]
+    named = zip(paths, _ids(root, paths), strict=True)
+    tasks = [load_task(path, task_id) for path, task_id in named if only is None or task_id in only]
     for task in tasks:
         if asked := [name for name in task.host_env if name not in host_env]:
             raise UserError(

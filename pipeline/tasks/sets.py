@@ -42,7 +42,8 @@ def load_set(tasks: TasksConfig, split: str, generated: Path) -> list[HarborTask
     if tasks.kind == "generated":
         return load_tasks(generate_tasks(generated, split, size, tasks.seed))
     names = _read_names(tasks, split)
-    found = load_tasks(_place(tasks, split, names), tasks.host_env)
+    only = None if names is None else {name.name for name in names}
+    found = load_tasks(_place(tasks, split, names), tasks.host_env, only)
     if tasks.kind == "humaneval":
         found = [task for task in found if in_test(task.ref.task_id, tasks.test_share) == (split == "test")]
     if names is not None:

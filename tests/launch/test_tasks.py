@@ -68,7 +68,7 @@ def test_check_runs_the_oracle_and_an_idle_agent(words: list[str], capsys: pytes
 @pytest.mark.parametrize("given", [[], ["burn"], ["list", "check"]])
 def test_another_word_is_refused(given: list[str], words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert yoke(*given, *words) == 2
-    assert "yoke tasks list | check" in capsys.readouterr().err
+    assert "yoke tasks list" in capsys.readouterr().err
 
 
 def test_a_start_refuses_a_leak_with_its_file_and_only_warns_of_a_source(

@@ -80,6 +80,7 @@ NAME = "0001_2_qa_{}"
 def test_a_list_takes_its_tasks_in_its_order(root: Path, text: str) -> None:
     names = root / "names"
     names.write_text(text)
+    (root / "train" / "tasks" / NAME.format(2) / "task.toml").write_text("a task that is not named is not read")
     assert numbers(load_set(settings(root, train_names=str(names)), "train", root)) == ["3", "1"]
 
 
