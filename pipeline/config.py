@@ -302,6 +302,7 @@ class TrainingConfig:
     threads: int = 1
     checkpoint_every: int = 4
     keep_checkpoints: int = 2
+    keep_every: int = 0  # exports of each so-many-th update stay for evaluation, whatever keep_exports says; 0 = none
     gradient_checkpointing: bool = False
     lora: LoraConfig = field(default_factory=LoraConfig)
 
@@ -324,6 +325,11 @@ def check_training(training: TrainingConfig) -> None:
         raise UserError("training.token_budget and training.threads must be at least 1")
     if training.lora.rank is not None and (training.lora.rank < 1 or training.lora.alpha <= 0):
         raise UserError("training.lora.rank must be at least 1 (or null: no adapters) and training.lora.alpha above 0")
+    if training.keep_every < 0 or training.keep_every % max(1, training.checkpoint_every):
+        raise UserError(
+            f"training.keep_every={training.keep_every} must be a multiple of "
+            f"training.checkpoint_every={training.checkpoint_every}: there are no other weights to keep"
+        )
     if training.max_grad_norm < 0:
         raise UserError(f"training.max_grad_norm={training.max_grad_norm:g} must be 0 (never clip) or more")
 
@@ -341,6 +347,14 @@ class EvaluationConfig:
     keep_exports: int = 4  # exports that stay on disk, besides those whose jobs still wait; 0 = all
     max_jobs: int = 16  # with as many evaluation jobs waiting, a run submits no more
     cluster: dict[str, Any] = field(default_factory=dict)  # settings of `cluster` that evaluation jobs have differently
+
+
+@dataclass
+class StorageConfig:
+    """What of a run stays on disk (docs/storage.md)."""
+
+    rollouts: int | None = None  # tokens of the groups of at least the last so many updates stay; null = all
+    quota_gb: float | None = None  # of the run directory; null = none
 
 
 @dataclass
@@ -514,6 +528,7 @@ class Config:
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
     training: TrainingConfig = field(default_factory=TrainingConfig)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
+    storage: StorageConfig = field(default_factory=StorageConfig)
     logging: LoggingConfig = field(default_factory=LoggingConfig)
     collect: CollectConfig = field(default_factory=CollectConfig)
     sft: SftConfig = field(default_factory=SftConfig)

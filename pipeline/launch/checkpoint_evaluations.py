@@ -63,10 +63,14 @@ class CheckpointEvaluations:
         self._log_results()
 
     def _is_due(self, update: int) -> bool:
-        """The evaluation after the training is of the last checkpoint's weights."""
-        every = self.config.evaluation.every * self.config.training.checkpoint_every
+        """Whether an update's weights are exported: to be evaluated, or because training.keep_every says so."""
         closing = self.config.evaluation.after and update == self.config.training.updates
-        return every > 0 and update > 0 and update % every == 0 and not closing
+        wanted = (self._evaluated_every, self.config.training.keep_every)
+        return update > 0 and any(every > 0 and update % every == 0 for every in wanted) and not closing
+
+    @property
+    def _evaluated_every(self) -> int:
+        return self.config.evaluation.every * self.config.training.checkpoint_every
 
     def _export_newest(self, update: int) -> str | None:
         """The name of the checkpoint that was exported; None when that was done before, or failed."""
@@ -85,12 +89,23 @@ class CheckpointEvaluations:
     def _look_after(self, name: str) -> None:
         """In a thread: submit, make room, look for results."""
         try:
-            needed = self._submit(name) if self.config.cluster.name != "local" else set()
-            prune_exports(self.run, self.config.evaluation.keep_exports, needed | {name})
+            evaluated = self._evaluated_every > 0 and (update_of(name) or 0) % self._evaluated_every == 0
+            needed = self._submit(name) if evaluated and self.config.cluster.name != "local" else self.needed()
+            keep = self.config.evaluation.keep_exports
+            prune_exports(self.run, keep, needed | {name}, self.config.training.keep_every)
             for result in late_results(self.config, self.run, read_metrics(self.run.root)):
                 self._results.put(result)
         except Exception as error:  # whatever it is, it must not cost the run
             self._note(name, f"ALARM: {type(error).__name__}: {error}", True)
+
+    def needed(self) -> set[str]:
+        """The exports that jobs in Slurm's queue read; all of them while it does not say."""
+        if self.config.cluster.name == "local":
+            return set()
+        try:
+            return exports_needed(self.run, evaluation_jobs.queue(self.run).arrays)
+        except (RuntimeError, OSError):
+            return set(exported(self.run.models))
 
     def _submit(self, name: str) -> set[str]:
         """Returns the exports that jobs in the queue need; all of them while Slurm does not say."""

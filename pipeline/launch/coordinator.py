@@ -202,6 +202,9 @@ class Coordinator:
 
     def close(self, engine: str, work: dict[str, Any], path: str) -> dict[str, Any]:
         """A group is done: its rollouts lie in the Parquet file ``path``. An engine that got no answer asks again."""
+        with self._changed:
+            if work["kind"] == "train" and work["lease_id"] in self._closed:
+                return {}  # its file may be gone by now
         return self.take_back(engine, work, self.storage.read_rollouts(Path(path)))
 
     def take_back(self, engine: str, work: dict[str, Any], records: tuple[RolloutRecord, ...]) -> dict[str, Any]:

@@ -23,7 +23,8 @@ from pipeline.harness.base import get_harness, harness_root
 from pipeline.launch.cohort import RESERVED, pin_cohort
 from pipeline.launch.data import load_split, split_size
 from pipeline.launch.local import claim, living
-from pipeline.launch.run_directory import Attempt, RunDirectory
+from pipeline.launch.retention import set_apart
+from pipeline.launch.run_directory import Attempt, RunDirectory, discard
 from pipeline.records import RolloutRecord
 from pipeline.report.measures import evaluation_metrics
 from pipeline.report.store import write_json
@@ -311,12 +312,14 @@ def exports_needed(run: RunDirectory, arrays: Collection[str]) -> set[str]:
     return {pinned(run, label) or label for label in waiting}
 
 
-def prune_exports(run: RunDirectory, keep: int, needed: Collection[str]) -> list[str]:
-    """Delete all but the newest ``keep`` exports (0: none) and those ``needed``. Returns the names of the deleted."""
+def prune_exports(run: RunDirectory, keep: int, needed: Collection[str], keep_every: int = 0) -> list[str]:
+    """Delete all but the newest ``keep`` exports (0: none), those ``needed``, and those of each ``keep_every``-th
+    update (0: none). Returns the names of the deleted.
+    """
     from pipeline.stages.weights import exported
 
     surplus = exported(run.models)[:-keep] if keep else []
-    gone = [name for name in surplus if name not in needed]
+    gone = set_apart(surplus, needed, keep_every)
     for name in gone:
-        shutil.rmtree(run.models / name, ignore_errors=True)
+        discard(run.models / name)
     return gone

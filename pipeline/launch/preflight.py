@@ -109,7 +109,10 @@ def _check_numbers(config: Config) -> None:
     }.items():
         if value < 1:
             raise UserError(f"{name}={value} must be at least 1")
+    if config.storage.quota_gb is not None and config.storage.quota_gb <= 0:
+        raise UserError(f"storage.quota_gb={config.storage.quota_gb:g} must be above 0, or null")
     for name, value in {
+        "storage.rollouts": config.storage.rollouts or 0,
         "harness.retries": config.harness.retries,
         "evaluation.retries": config.evaluation.retries,
         "evaluation.every": config.evaluation.every,

@@ -15,6 +15,7 @@ from pipeline.engine.device import transfer_kind
 from pipeline.hub import model_file, weight_shapes
 from pipeline.launch.preflight_check import LATER, Grounds, NotHere, Refused
 from pipeline.launch.preflight_settings import figures, refuse_if
+from pipeline.launch.retention import LEAST_CHECKPOINTS, size_of
 
 ROOM_GB = 1.0  # beyond everything that can be told before
 GB = 1e9
@@ -37,31 +38,63 @@ def free_gb(place: Path) -> float:
 
 
 def disk(grounds: Grounds) -> str:
-    """Whether what the run will keep fits beside what lies there."""
+    """Whether what the run will keep fits beside what lies there, and into its quota."""
     config, run_dir = grounds.config, Path(grounds.config.run_dir)
-    parts = estimate_gb(config)
-    there = sum(size_of(run_dir / name) for name in ("checkpoints", "models")) / GB
-    needed, free = max(0.0, sum(parts.values()) - there) + ROOM_GB, free_gb(run_dir)
+    parts, quota = estimate_gb(config), config.storage.quota_gb
     shown = ", ".join(f"{name} {size:.2g}" for name, size in parts.items())
+    if quota is not None and (least := least_gb(config)) > quota:
+        raise Refused(
+            f"storage.quota_gb={quota:g}, but {LEAST_CHECKPOINTS} checkpoints and the exports that stay take "
+            f"{least:.2f} GB"
+        )
+    there = sum(size_of(run_dir / name) for name in ("checkpoints", "models")) / GB
+    wanted = min(sum(parts.values()), quota or math.inf)
+    needed, free = max(0.0, wanted - there) + ROOM_GB, free_gb(run_dir)
     if free < needed:
         raise Refused(f"run_dir={run_dir}: only {free:.2f} GB free, the run needs {needed:.2f} GB more ({shown})")
-    return f"{free:.0f} GB free, at most {needed:.2f} GB more to be written ({shown})"
+    goes = "" if quota is None or sum(parts.values()) <= quota else f"; over storage.quota_gb={quota:g} old files go"
+    return f"{free:.0f} GB free, at most {needed:.2f} GB more to be written ({shown}){goes}"
 
 
 def estimate_gb(config: Config) -> dict[str, float]:
     """What a run keeps, in GB. While a checkpoint is written the older ones still lie there."""
-    training, evaluation = config.training, config.evaluation
-    weights = parameters(config.model.path)
-    exports = training.updates // training.checkpoint_every
-    if evaluation.keep_exports:
-        exports = min(exports, evaluation.keep_exports)
-    models = 1 + (exports if evaluation.every else 0)
-    rollouts = training.updates * config.algorithm.groups_per_update * config.algorithm.group_size
+    training, storage = config.training, config.storage
+    held, others = _exports(config)
+    updates = training.updates
+    if storage.rollouts is not None:  # counted back from the oldest checkpoint, and looked at after each
+        updates = min(updates, storage.rollouts + (training.keep_checkpoints + 1) * training.checkpoint_every)
+    rollouts = updates * config.algorithm.groups_per_update * config.algorithm.group_size
     return {
-        "checkpoints": (training.keep_checkpoints + 1) * weights * _trained_share(config) * STATE_BYTES / GB,
-        "models": models * weights * WEIGHT_BYTES[config.model.dtype] / GB,
+        "checkpoints": (training.keep_checkpoints + 1) * _checkpoint_gb(config),
+        "models": (1 + held + others) * _model_gb(config),
         "rollouts": rollouts * FILLED * config.model.max_model_len * TOKEN_BYTES / GB,
     }
+
+
+def least_gb(config: Config) -> float:
+    """What stays whatever a quota says, in GB."""
+    held, others = _exports(config)
+    models = 1 + held + min(1, others)
+    checkpoints = min(config.training.keep_checkpoints, LEAST_CHECKPOINTS)
+    return checkpoints * _checkpoint_gb(config) + models * _model_gb(config)
+
+
+def _exports(config: Config) -> tuple[int, int]:
+    """How many exports training.keep_every holds, and how many others stay."""
+    training, evaluation = config.training, config.evaluation
+    held = training.updates // training.keep_every if training.keep_every else 0
+    others = training.updates // (training.checkpoint_every * evaluation.every) if evaluation.every else 0
+    if evaluation.keep_exports:
+        others = min(others, evaluation.keep_exports)
+    return held, others
+
+
+def _checkpoint_gb(config: Config) -> float:
+    return parameters(config.model.path) * _trained_share(config) * STATE_BYTES / GB
+
+
+def _model_gb(config: Config) -> float:
+    return parameters(config.model.path) * WEIGHT_BYTES[config.model.dtype] / GB
 
 
 def _trained_share(config: Config) -> float:
@@ -76,11 +109,6 @@ def _trained_share(config: Config) -> float:
 def parameters(model_path: str) -> float:
     """How many parameters a checkpoint has, from the headers of its safetensors; 0 where it has none."""
     return float(sum(math.prod(shape) for shape in weight_shapes(model_path).values()))
-
-
-def size_of(folder: Path) -> int:
-    """Bytes of all files below a folder; 0 where there is none."""
-    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
 
 
 # --- the node

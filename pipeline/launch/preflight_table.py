@@ -89,7 +89,7 @@ CHECKS = (
         "disk",
         "space for checkpoints, exported models and rollouts in the run directory",
         CONFIG,
-        "make room, take another run_dir, or lower training.keep_checkpoints or evaluation.keep_exports",
+        "make room or another run_dir; lower storage.rollouts, training.keep_checkpoints or evaluation.keep_exports",
         preflight_machine.disk,
     ),
     Check(

@@ -100,7 +100,9 @@ class TrainedGroups:
         """Every kept rollout without its rows, in the order of the schedule, with the file that holds it."""
         files: dict[str, Path] = {}
         for number in self.run.attempt_numbers():
-            files |= {path.name: path for path in self.run.attempt(number).groups.glob("*.parquet")}
+            attempt = self.run.attempt(number)  # in figures/ lie those whose tokens are gone (storage.rollouts)
+            for place in (attempt.root / "figures", attempt.groups):
+                files |= {path.name: path for path in place.glob("*.parquet")}
         return [(files[name], record) for name in sorted(files) for record in read_figures(files[name])]
 
     @cached_property
@@ -111,7 +113,7 @@ class TrainedGroups:
 
     def views(self, vocabulary: Vocabulary) -> Iterator[dict[str, Any]]:
         """A sample of the rollouts for the viewer, with rewards by the run's own function."""
-        chosen = choose(self.figures, SAMPLE)
+        chosen = choose([found for found in self.figures if found[0].parent.name != "figures"], SAMPLE)
         reward = self._reward()
         for path in sorted({path for path, _ in chosen}):
             wanted = {record.rollout_id for own, record in chosen if own == path}

@@ -7,6 +7,7 @@ import hashlib
 import json
 import logging
 import os
+import secrets
 import shutil
 import tempfile
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ from pipeline.report.store import write_text
 log = logging.getLogger("yoke.run")
 
 RESERVE, RESERVE_BYTES = ".reserve", 1 << 15  # given up when a rank has to leave its last word on a full disk
+GONE = ".gone-"  # a directory that is being deleted
 RENDEZVOUS_S = 300.0  # within which the ranks of an attempt must have found each other
 STALL_S = 1800.0  # that a trainer waits for a batch before it gives the attempt up
 
@@ -80,6 +82,11 @@ class RunDirectory:
     def status(self) -> Path:
         """The coordinator's last snapshot, for `yoke status` where the coordinator cannot be asked."""
         return self.root / "status.json"
+
+    @property
+    def size(self) -> Path:
+        """How large the directory was after the newest checkpoint."""
+        return self.root / "size.json"
 
     @property
     def done(self) -> dict[str, Any] | None:
@@ -182,6 +189,22 @@ class RunDirectory:
         return self.config.exists() and bool(begun)
 
 
+def discard(place: Path) -> None:
+    """Delete a directory so that a kill in the middle leaves no half of it under its name."""
+    gone = place.with_name(f"{GONE}{place.name}-{secrets.token_hex(4)}")
+    try:
+        place.rename(gone)
+    except FileNotFoundError:
+        return
+    shutil.rmtree(gone, ignore_errors=True)
+
+
+def sweep_discarded(root: Path) -> None:
+    """What a killed `discard` left below ``root``."""
+    for gone in root.glob(f"{GONE}*"):
+        shutil.rmtree(gone, ignore_errors=True)
+
+
 OURS = frozenset(("run_dir", "model", "mix", "tasks", "algorithm", "training"))  # what every saved configuration has
 
 # May differ between two commands on one run directory without making it another experiment.
@@ -200,9 +223,11 @@ FREE = (
     "sweep",
     "simulate",
     "preflight",
+    "storage",
 )
 _FREE_KEYS = (
     *("mix.readmit", "mix.set_aside_after", "tasks.check", "tasks.gates"),
+    *("training.keep_checkpoints", "training.keep_every"),
     *(f"evaluation.{key}" for key in ("every", "replicas", "keep_exports", "max_jobs", "cluster")),
 )
 _FREE_PREFIXES = tuple(f"{key}." for key in _FREE_KEYS)

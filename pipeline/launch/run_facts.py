@@ -68,6 +68,7 @@ def read_facts(root: Path) -> dict[str, Any]:
         "snapshot": _snapshot(run, numbers[-1] if numbers else 0),
         "metrics": read_metrics_tail(run.metrics),
         "checkpoint": newest_checkpoint(run.checkpoints),
+        "disk": read_json(run.size),
         "alarms": _alarms(newest) if newest else [],
         "last_words": _last_words(newest, attempts[-1]) if newest else [],
     }

@@ -45,6 +45,7 @@ def combine(
         "counts": told.get("counts"),
         "nodes": _nodes(facts, told) if on else [],
         "checkpoint": _checkpoint(facts, told, on),
+        "disk": facts["disk"],
         "set_aside": told.get("set_aside", {}),
         "errors": _errors(facts, told),
     }

@@ -23,6 +23,7 @@ from pipeline.launch.data import load_splits
 from pipeline.launch.draws import open_schedule
 from pipeline.launch.preflight_table import refuse_trainer
 from pipeline.launch.rendezvous import ANYWHERE, join_trainers, own_host
+from pipeline.launch.retention import QuotaReached, Retention
 from pipeline.launch.rpc import RpcServer
 from pipeline.launch.run_directory import RENDEZVOUS_S, STALL_S, Attempt
 from pipeline.launch.snapshotter import Snapshotter
@@ -109,6 +110,7 @@ class TrainerRank:
         self.evaluations = CheckpointEvaluations(
             config, self.run, self.team.export, self._log_checkpoint, self.coordinator.note_evaluation
         )
+        self.retention = Retention(config, self.run, self.storage, self._tell, self.team.rest, self.evaluations.needed)
 
     def _load_state(self) -> dict[str, Any]:
         return self.trainer.load(self.run.checkpoints) or fresh_state()
@@ -228,13 +230,14 @@ class TrainerRank:
             raise Interrupted(reason)
 
     def _train(self) -> None:
+        self.retention.look()
         while self.flow.state.update < self.config.training.updates:
             waited = time.monotonic()
             batch = self._await_batch()
             waited = time.monotonic() - waited
             self._update(batch, waited)
-            if self._checkpoint_due() or self.saving.failing:
-                self.save()
+            if (self._checkpoint_due() or self.saving.failing) and self.save():
+                self.retention.look()
             self._check_end()
         self.flow.close_books()
         self._insist(self._write_checkpoint)
@@ -392,6 +395,10 @@ class TrainerRank:
         self._insist(lambda: self.team.export(place))
         link = self.run.root / "model"
         self.storage.publish("link the model", lambda: point(link, place.relative_to(self.run.root)))
+        try:
+            self.retention.look()
+        except QuotaReached as error:  # there is nothing left to stop
+            self._tell("error", f"ALARM: {error}")
         self.evaluations.close()
         kept = {key: self.state[key] for key in ("wall_s", "rollouts")}
         self._publish("done", kept | {"set_aside": self.flow.state.set_aside})

@@ -26,6 +26,7 @@ COLOURS = {
 NOTHING = "–"
 BAR = 30
 MIB_PER_GIB = 1024
+BYTES_PER_GB = 1e9
 LEAST_WIDTH = 120  # of what is not shown in a terminal
 Status = Mapping[str, Any]
 
@@ -88,6 +89,7 @@ def _figures(status: Status) -> Table:
         "rollouts": _rollouts(status["rollouts"]),
         "counts": _counts(status["counts"]),
         "checkpoint": _checkpoint(status["checkpoint"], status["time"]),
+        "disk": _disk(status["disk"], status["time"]),
         "set aside": "\n".join(f"{harness}: {why}" for harness, why in status["set_aside"].items()),
         "silent": _silent(status),
     }
@@ -190,6 +192,17 @@ def _checkpoint(checkpoint: Status, now: float) -> str:
         age = f", {clock(max(0.0, now - checkpoint['time']))} ago" if checkpoint["time"] else ""
         newest = f"{checkpoint['newest']}{age}"
     return _joined([newest, _labelled("next at update", checkpoint["next_update"])])
+
+
+def _disk(disk: Status | None, now: float) -> str:
+    """The run directory's size after the newest checkpoint."""
+    if disk is None:
+        return ""
+    quota = f" of {disk['quota_gb']:g}" if disk["quota_gb"] else ""
+    parts = sorted(disk["parts"].items(), key=lambda part: -part[1])
+    named = ", ".join(f"{name} {size / BYTES_PER_GB:.3g}" for name, size in parts if size)
+    age = f"{clock(max(0.0, now - disk['time']))} ago"
+    return _joined([f"{disk['bytes'] / BYTES_PER_GB:.3g}{quota} GB ({named})", age])
 
 
 def _silent(status: Status) -> str:

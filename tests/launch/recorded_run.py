@@ -70,14 +70,15 @@ def _rollout(group: str, index: int, graded: bool, rng: np.random.Generator) -> 
 
 
 def configuration(run_dir: Path, recorded: Path, updates: int) -> Config:
-    """Refill is off, and nothing goes stale: which groups an update has is the schedule's affair alone."""
+    """Refill is off, and nothing goes stale: the schedule alone says which groups an update has. Old tokens go."""
     words = (
         f"+experiment=smoke run_dir={run_dir} model.path={recorded / 'model'} reward=test mix.harnesses=[pi,codex] "
         f"tasks.train_size=8 tasks.test_size=1 mix.set_aside_after=0 evaluation.before=false evaluation.after=false "
         f"algorithm.group_size={GROUP_SIZE} algorithm.groups_per_update={GROUPS_PER_UPDATE} "
         f"algorithm.max_outstanding_rollouts={3 * GROUP_SIZE * GROUPS_PER_UPDATE} algorithm.max_staleness=9 "
         f"algorithm.refill_factor=0 algorithm.max_rerolls=1 algorithm.minibatches=2 "
-        f"training.updates={updates} training.checkpoint_every=3 training.token_budget=60 training.learning_rate=1e-3"
+        f"training.updates={updates} training.checkpoint_every=3 training.token_budget=60 training.learning_rate=1e-3 "
+        f"training.keep_every=6 storage.rollouts=0"
     )
     return compose_config(words.split())
 

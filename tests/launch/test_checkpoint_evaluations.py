@@ -131,6 +131,18 @@ def test_exports_stay_while_their_jobs_are_in_the_queue(config: Config, slurm: F
     assert trainer.exports == [16]
 
 
+def test_exports_of_each_kth_update_are_made_and_stay(config: Config, slurm: FakeSlurm) -> None:
+    training = replace(config.training, keep_every=6, updates=99)
+    evaluation = replace(config.evaluation, keep_exports=1)
+    config = replace(config, training=training, evaluation=evaluation)
+    trainer = Trainer(config)
+    trainer.save(6)
+    assert trainer.exports == [6] and slurm.submitted == 0, "it is kept, but not evaluated: evaluation.every says 4, 8"
+    trainer.evaluations.config = replace(config, cluster=replace(config.cluster, name="local"))
+    trainer.save(8, 10, 12, 14, 16)
+    assert trainer.exports == [6, 12, 16]
+
+
 def test_results_that_come_in_are_logged_at_their_update(
     config: Config, slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch
 ) -> None:

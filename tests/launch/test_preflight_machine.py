@@ -69,6 +69,7 @@ def test_parameters_are_counted_in_one_file_and_in_several(tmp_path: Path) -> No
         (["evaluation.every=1"], 3, 4),  # 12 updates, every 4th
         (["evaluation.every=1", "evaluation.keep_exports=2"], 3, 3),
         (["evaluation.every=1", "evaluation.keep_exports=0", "training.checkpoint_every=1"], 3, 13),
+        (["training.keep_every=4"], 3, 4),
     ],
 )
 def test_what_is_kept_is_counted(words: list[str], checkpoints: float, models: int) -> None:
@@ -76,6 +77,28 @@ def test_what_is_kept_is_counted(words: list[str], checkpoints: float, models: i
     weights, parts = parameters(config.model.path), estimate_gb(config)
     assert parts["checkpoints"] == pytest.approx(checkpoints * weights * STATE_BYTES / 1e9)
     assert parts["models"] == pytest.approx(models * weights * 4 / 1e9)
+
+
+def test_rollouts_whose_tokens_go_are_not_counted() -> None:
+    every, few = (estimate_gb(settings("training.updates=1000", *words)) for words in ((), ("storage.rollouts=88",)))
+    assert few["rollouts"] == pytest.approx(every["rollouts"] * (88 + 3 * 4) / 1000)
+
+
+def test_a_quota_must_hold_what_always_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    weights = parameters(settings().model.path)
+    least = (2 * STATE_BYTES + 4) * weights / 1e9
+    free(monkeypatch, 1000)
+    refused = outcome("disk", Grounds(settings(f"storage.quota_gb={0.99 * least}", run_dir=tmp_path)))
+    assert_refused(refused, f"but 2 checkpoints and the exports that stay take {least:.2f} GB")
+    passed = outcome("disk", Grounds(settings(f"storage.quota_gb={1.01 * least}", run_dir=tmp_path)))
+    assert passed.result == "ok" and "old files go" in passed.said
+
+
+def test_a_quota_bounds_what_is_asked_of_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    words = ("training.updates=100000", "storage.quota_gb=1")
+    free(monkeypatch, 2.01)
+    assert outcome("disk", Grounds(settings(*words[:1], run_dir=tmp_path))).result == "failed"
+    assert outcome("disk", Grounds(settings(*words, run_dir=tmp_path))).result == "ok"
 
 
 def test_a_disk_that_would_fill_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

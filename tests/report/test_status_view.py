@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +35,17 @@ def run(tmp_path: Path) -> MadeUpRun:
 @pytest.fixture
 def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> MadeUpSlurm:
     return MadeUpSlurm(tmp_path / "bin", monkeypatch)
+
+
+def test_how_large_the_run_is(run: MadeUpRun) -> None:
+    run.local_attempt(alive=True)
+    assert "disk" not in lines(shown(run))
+    parts = {"checkpoints": 2_000_000_000, "rollouts": 500_000_000, "models": 0}
+    size = {"time": time.time() - 65, "bytes": 2_500_000_000, "parts": parts, "quota_gb": 10}
+    (run.root / "size.json").write_text(json.dumps(size))
+    assert lines(shown(run))["disk"].startswith("2.5 of 10 GB (checkpoints 2, rollouts 0.5) · 1:0")
+    (run.root / "size.json").write_text(json.dumps(size | {"quota_gb": None}))
+    assert lines(shown(run))["disk"].startswith("2.5 GB (checkpoints 2, rollouts 0.5) · 1:0")
 
 
 def test_everything_of_a_running_job(run: MadeUpRun, slurm: MadeUpSlurm) -> None:
