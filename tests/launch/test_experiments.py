@@ -28,7 +28,7 @@ OWN_NAME = ("experiment", "run_dir")
 
 @cache
 def experiment(name: str) -> Config:
-    return composed(f"+experiment={name}", *(("tasks.train=/a", "tasks.test=/b") if name in REAL else ()))
+    return composed(f"+experiment={name}")
 
 
 def with_dummy_model(name: str, place: Path) -> Config:

@@ -22,6 +22,7 @@ from pipeline.launch.retention import QuotaReached, Retention, old_groups, set_a
 from pipeline.launch.run_directory import Attempt, FencedOff, RunDirectory, discard, sweep_discarded
 from pipeline.launch.storage import Storage
 from pipeline.records import Row
+from pipeline.report.rollout_view import NoVocabulary
 from pipeline.report.store import read_figures, read_group, write_group
 from pipeline.stages.flow import FlowState
 from pipeline.training.checkpoint import checkpoints, write_atomically
@@ -192,7 +193,7 @@ def test_a_thinned_group_is_never_taken_for_a_kept_rollout(run: Run) -> None:
 
 def test_the_viewer_shows_rollouts_that_have_tokens(run: Run) -> None:
     run.look(rollouts=0)
-    views = list(TrainedGroups(run.config, run.run).views())
+    views = list(TrainedGroups(run.config, run.run).views(NoVocabulary()))
     assert views and len(views) <= 2 * len(run.whole)
 
 
