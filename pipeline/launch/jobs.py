@@ -117,11 +117,10 @@ def evaluate(config: Config) -> int:
     _greet_hosted(config)
     if config.cluster.name == "local":
         evaluation.refuse_living(run, jobs)
-    for job in jobs:  # every task of an array writes the same down, whichever its share
-        evaluation.pin(config, run, job)
-    told = [
-        _tell_evaluation(job.label, evaluation.evaluate(config, run, job)) for job in evaluation.own_part(run, jobs)
-    ]
+    own = evaluation.own_part(run, jobs)
+    for job in own:  # in all harnesses, so that every task of an array writes the same down
+        evaluation.pin(config, run, replace(job, harnesses=jobs[0].harnesses))
+    told = [_tell_evaluation(job.label, evaluation.evaluate(config, run, job)) for job in own]
     return max(told, default=0)
 
 

@@ -15,7 +15,7 @@ from pipeline.config import Config, UserError
 from pipeline.harness.base import HarnessRecipe, get_harness
 from pipeline.launch import cohort, evaluation, jobs
 from pipeline.launch.cohort import describe, pin_cohort, read_cohort
-from pipeline.launch.evaluation import EvaluationJob, evaluate
+from pipeline.launch.evaluation import EvaluationJob, evaluate, labels
 from pipeline.launch.run_directory import RunDirectory
 from pipeline.stages.evaluation import write_cell
 
@@ -152,3 +152,16 @@ def test_an_evaluation_from_before_cohorts_goes_on(
         pin_cohort(config, run, "before", ("pi",))
     assert any("evaluation before began before cohorts were pinned" in record.getMessage() for record in ours(caplog))
     assert json.loads((run.evaluation("before") / "cohort.json").read_text())["harnesses"]
+
+
+def test_each_task_of_an_array_pins_all_harnesses_and_only_its_own_weights(
+    config: Config, run: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else tasks that begin at once would overwrite each other's word, or name weights that nobody evaluates."""
+    fake_engine(monkeypatch)
+    for name, value in {"JOB_ID": "9", "TASK_MIN": "0", "TASK_ID": "0", "TASK_COUNT": "4"}.items():
+        monkeypatch.setenv(f"SLURM_ARRAY_{name}", value)
+    jobs.evaluate(replace(config, stage=replace(config.stage, checkpoint="all")))
+    found = read_cohort(run, NAMES[0])
+    assert found is not None and list(found["harnesses"]) == ["pi", "codex"]
+    assert labels(run) == [NAMES[0]]
