@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "pipeline"
 ROOMS = ("capture", "engine", "harness", "sandbox", "tasks", "training", "report")
 # What may import what; a room's own modules and these are allowed to everyone.
-SHARED = {"pipeline", "pipeline.records", "pipeline.config"}
+SHARED = {"pipeline", "pipeline.records", "pipeline.config", "pipeline.hub"}
 MAY_IMPORT = {
     **{room: set() for room in ROOMS},
     "stages": set(ROOMS),
