@@ -343,6 +343,7 @@ class EvaluationConfig:
     before: bool = True
     after: bool = True
     every: int = 0  # every k-th checkpoint is exported and evaluated, on Slurm by jobs of their own; 0 = none
+    small_tasks: int = 0  # held-out tasks of these evaluations on the way, evenly drawn; 0 = all
     replicas: int = 0  # vLLM servers of `yoke evaluate` on a node; 0 = one a GPU, or one
     keep_exports: int = 4  # exports that stay on disk, besides those whose jobs still wait; 0 = all
     max_jobs: int = 16  # with as many evaluation jobs waiting, a run submits no more
@@ -494,6 +495,7 @@ class StageConfig:
     checkpoint: str = "newest"  # evaluate: newest | all | base | a checkpoint's name, or the number of its update
     harnesses: list[str] | None = None  # evaluate: some of the mix, or others; null = the mix
     label: str | None = None  # evaluate: name of the evaluation; null = the checkpoint's name, or the API's model's
+    tasks: int = 0  # evaluate: only so many of the held-out tasks, evenly drawn; 0 = all, or as many as it began with
     api_url: str | None = None  # evaluate: base URL of any Chat Completions API, instead of a checkpoint
     api_model: str | None = None  # the model's name there
     api_key_env: str | None = None  # the environment variable with its key; null = YOKE_UPSTREAM_KEY, if it is set

@@ -109,7 +109,8 @@ class CheckpointEvaluations:
 
     def _submit(self, name: str) -> set[str]:
         """Returns the exports that jobs in the queue need; all of them while Slurm does not say."""
-        again = f"yoke evaluate run_dir={self.run.root} stage.checkpoint={name} does it"
+        small = f" stage.tasks={count}" if (count := self.config.evaluation.small_tasks) else ""
+        again = f"yoke evaluate run_dir={self.run.root} stage.checkpoint={name}{small} does it"
         try:
             queue = evaluation_jobs.queue(self.run)
             needed = exports_needed(self.run, queue.arrays)

@@ -15,7 +15,7 @@ from typing import Any
 
 from pipeline.config import Config, UserError
 from pipeline.harness.base import get_harness
-from pipeline.launch.data import load_split
+from pipeline.launch.data import evenly, load_split
 from pipeline.launch.run_directory import RunDirectory
 from pipeline.report.store import publish_new, write_json
 from pipeline.tasks.fingerprint import content_hash, difficulty_level, grader_hash
@@ -35,12 +35,12 @@ def read_cohort(run: RunDirectory, label: str) -> dict[str, Any] | None:
     return json.loads(path.read_text()) if path.exists() else None
 
 
-def pin_cohort(config: Config, run: RunDirectory, label: str, harnesses: Sequence[str]) -> None:
-    """Write the cohort down when the evaluation begins, check it when it goes on.
+def pin_cohort(config: Config, run: RunDirectory, label: str, harnesses: Sequence[str], size: int = 0) -> None:
+    """Write the cohort down when the evaluation begins, check it when it goes on. ``size``: so many tasks (0: all).
 
     Raises UserError that names the first task, harness or limit which is not what it was.
     """
-    now = describe(config, run, harnesses)
+    now = describe(config, run, harnesses, size)
     path = run.evaluation(label) / COHORT
     if not path.exists():
         if any(path.parent.glob("*.parquet")):
@@ -53,7 +53,7 @@ def pin_cohort(config: Config, run: RunDirectory, label: str, harnesses: Sequenc
         write_json(path, pinned | {"harnesses": pinned["harnesses"] | added})
 
 
-def describe(config: Config, run: RunDirectory, harnesses: Sequence[str]) -> dict[str, Any]:
+def describe(config: Config, run: RunDirectory, harnesses: Sequence[str], size: int = 0) -> dict[str, Any]:
     """The contents of cohort.json. A harness runs at its recipe's version or not at all: that is the installed one."""
     tasks = {
         task.ref.task_id: {
@@ -61,7 +61,7 @@ def describe(config: Config, run: RunDirectory, harnesses: Sequence[str]) -> dic
             "grader": grader_hash(task),
             "difficulty": difficulty_level(task),
         }
-        for task in sorted(load_split(config, run, "test"), key=lambda task: task.ref.task_id)
+        for task in sorted(evenly(load_split(config, run, "test"), size), key=lambda task: task.ref.task_id)
     }
     return {
         "schema": SCHEMA,

@@ -4,6 +4,8 @@ spent.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from pipeline.config import Config
 from pipeline.launch.run_directory import RunDirectory
 from pipeline.records import TaskRef
@@ -28,3 +30,11 @@ def split_size(config: Config, run: RunDirectory, split: str) -> int:
 def load_split(config: Config, run: RunDirectory, split: str) -> list[HarborTask]:
     """The tasks of ``train`` or ``test``. Raises UserError as load_set does."""
     return load_set(config.tasks, split, run.root / "tasks")
+
+
+def evenly(tasks: Sequence[HarborTask], count: int) -> list[HarborTask]:
+    """``count`` of the tasks (0, or more than there are: all), evenly spread over their ids: always the same ones."""
+    ordered = sorted(tasks, key=lambda task: task.ref.task_id)
+    if not 0 < count < len(ordered):
+        return list(tasks)
+    return [ordered[number * len(ordered) // count] for number in range(count)]

@@ -21,7 +21,7 @@ from typing import Any
 from pipeline.config import Config, UserError
 from pipeline.harness.base import get_harness, harness_root
 from pipeline.launch.cohort import RESERVED, pin_cohort
-from pipeline.launch.data import load_split, split_size
+from pipeline.launch.data import evenly, load_split, split_size
 from pipeline.launch.local import claim, living
 from pipeline.launch.retention import set_apart
 from pipeline.launch.run_directory import Attempt, RunDirectory, discard
@@ -43,6 +43,12 @@ class EvaluationJob:
     label: str
     weights: str
     harnesses: tuple[str, ...]
+    tasks: int = 0  # so many of the held-out tasks, evenly drawn; 0 = all, or as many as the label began with
+
+    @classmethod
+    def from_json(cls, job: Mapping[str, Any]) -> EvaluationJob:
+        """What asdict made."""
+        return cls(**{**job, "harnesses": tuple(job["harnesses"])})
 
     def by_harness(self) -> list[EvaluationJob]:
         """The same work as one job a harness."""
@@ -74,14 +80,14 @@ def plan(config: Config, run: RunDirectory) -> list[EvaluationJob]:
 
     harnesses = _harnesses(config)
     if (hosted := evaluated_model(config.stage)) is not None:
-        job = EvaluationJob(_hosted_label(config, hosted), hosted.name, harnesses)
+        job = EvaluationJob(_hosted_label(config, hosted), hosted.name, harnesses, config.stage.tasks)
         _check_pin(run, job)
         return [job]
     names = select(config.stage.checkpoint, kept(run.checkpoints, run.models), imported(run.models))
     label = config.stage.label
     if label is not None and (len(names) > 1 or Path(label).name != label or label.startswith(".")):
         raise UserError(f"stage.label={label}: a plain name, and for one checkpoint only (here: {', '.join(names)})")
-    jobs = [EvaluationJob(label or name, name, harnesses) for name in names]
+    jobs = [EvaluationJob(label or name, name, harnesses, config.stage.tasks) for name in names]
     for job in jobs:
         _check_pin(run, job)
     return jobs
@@ -120,20 +126,34 @@ def _check_pin(run: RunDirectory, job: EvaluationJob) -> None:
             f"stage.label={job.label} is of {used or 'the run itself'}, asked for are the weights {job.weights}: "
             "choose another label"
         )
+    begun = size_of(run, job.label)
+    if used is not None and job.tasks not in (0, begun):
+        raise UserError(
+            f"evaluation {job.label} began with {begun or 'all'} tasks, stage.tasks={job.tasks}: "
+            "leave it out, or choose another label (stage.label=…)"
+        )
 
 
 def pin(config: Config, run: RunDirectory, job: EvaluationJob) -> None:
     """Keep which weights the label is of, and which cohort. Raises UserError when it is of others."""
     _check_pin(run, job)
-    pin_cohort(config, run, job.label, job.harnesses)
-    if pinned(run, job.label) is None:
-        write_json(run.evaluation(job.label) / PIN, {"weights": job.weights})
+    begun = pinned(run, job.label) is not None
+    pin_cohort(config, run, job.label, job.harnesses, size_of(run, job.label) if begun else job.tasks)
+    if not begun:
+        small = {"tasks": job.tasks} if job.tasks else {}
+        write_json(run.evaluation(job.label) / PIN, {"weights": job.weights, **small})
 
 
 def pinned(run: RunDirectory, label: str) -> str | None:
     """The weights that ``label`` is an evaluation of; None while it is of none."""
     path = run.evaluation(label) / PIN
     return str(json.loads(path.read_text())["weights"]) if path.exists() else None
+
+
+def size_of(run: RunDirectory, label: str) -> int:
+    """How many of the held-out tasks ``label`` is an evaluation of; 0 = all."""
+    path = run.evaluation(label) / PIN
+    return int(json.loads(path.read_text()).get("tasks", 0)) if path.exists() else 0
 
 
 def own_part(run: RunDirectory, jobs: Sequence[EvaluationJob]) -> list[EvaluationJob]:
@@ -165,7 +185,7 @@ def _agree(agreement: Path, jobs: Sequence[EvaluationJob]) -> list[EvaluationJob
         except OSError:
             shutil.rmtree(draft)
     found = json.loads((agreement / "jobs.json").read_text())
-    return [EvaluationJob(job["label"], job["weights"], tuple(job["harnesses"])) for job in found]
+    return [EvaluationJob.from_json(job) for job in found]
 
 
 # --- one job
@@ -196,8 +216,8 @@ def evaluate(config: Config, run: RunDirectory, job: EvaluationJob) -> Cells:
 
 def job_cells(config: Config, run: RunDirectory, job: EvaluationJob) -> Cells:
     """The cells of a job as they stand on disk."""
-    tasks = [task.ref for task in load_split(config, run, "test")]
-    specs = evaluation_specs(tasks, job.harnesses, config.evaluation.rollouts_per_task)
+    chosen = evenly(load_split(config, run, "test"), size_of(run, job.label))
+    specs = evaluation_specs([task.ref for task in chosen], job.harnesses, config.evaluation.rollouts_per_task)
     return Cells(run.evaluation(job.label), specs, config.evaluation.retries)
 
 
@@ -272,7 +292,8 @@ def planned_of(config: Config, run: RunDirectory, label: str, found: Sequence[Ro
     """Rollouts by harness that an evaluation shall hold: of the harnesses that have a job or a rollout."""
     begun = run.evaluation(label) / "jobs"
     names = {path.name for path in begun.iterdir() if path.is_dir()} if begun.is_dir() else set()
-    each = split_size(config, run, "test") * config.evaluation.rollouts_per_task
+    whole, small = split_size(config, run, "test"), size_of(run, label)
+    each = (min(small, whole) or whole) * config.evaluation.rollouts_per_task
     return dict.fromkeys(sorted(names | {record.harness for record in found}), each)
 
 

@@ -56,7 +56,7 @@ class EvaluationProgram:
         quieten_others()
         config, run = to_config(self.config), RunDirectory(Path(self.run_dir))
         register(config.harness.recipes)
-        job = EvaluationJob(self.job["label"], self.job["weights"], tuple(self.job["harnesses"]))
+        job = EvaluationJob.from_json(self.job)
         try:
             ensure_gates(config, run)
             coverage = evaluate(config, run, job).coverage()
@@ -201,7 +201,8 @@ def main(words: Sequence[str]) -> None:
     run, name = RunDirectory(Path(words[0])), words[1]
     config = replace(run.saved_config(), stage=StageConfig())  # of a checkpoint, whatever the first command was about
     register(config.harness.recipes)
-    array = submit(config, run, EvaluationJob(name, name, tuple(config.mix.harnesses)).by_harness())
+    job = EvaluationJob(name, name, tuple(config.mix.harnesses), config.evaluation.small_tasks)
+    array = submit(config, run, job.by_harness())
     print(f"evaluation of {name} submitted as array {array}")
 
 

@@ -88,7 +88,7 @@ def _evaluate_exports(config: Config, run: RunDirectory) -> None:
     from pipeline.stages.weights import exported
 
     for name in exported(run.models):
-        job = evaluation.EvaluationJob(name, name, tuple(config.mix.harnesses))
+        job = evaluation.EvaluationJob(name, name, tuple(config.mix.harnesses), config.evaluation.small_tasks)
         _tell_evaluation(name, evaluation.evaluate(config, run, job))
 
 

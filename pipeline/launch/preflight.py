@@ -117,6 +117,8 @@ def _check_numbers(config: Config) -> None:
         "evaluation.retries": config.evaluation.retries,
         "evaluation.every": config.evaluation.every,
         "evaluation.replicas": config.evaluation.replicas,
+        "evaluation.small_tasks": config.evaluation.small_tasks,
+        "stage.tasks": config.stage.tasks,
         "evaluation.keep_exports": config.evaluation.keep_exports,
         "evaluation.max_jobs": config.evaluation.max_jobs,
         "algorithm.max_rerolls": algorithm.max_rerolls,

@@ -23,6 +23,7 @@ from pipeline.launch.report_page import page_run
 from pipeline.launch.run_directory import RunDirectory
 from pipeline.launch.slurm import SlurmError, queued
 from pipeline.records import RolloutRecord
+from pipeline.report.cohort import Cohort
 from pipeline.report.difficulty_table import print_difficulty
 from pipeline.report.measures import retries
 from pipeline.report.metrics import MetricsLog, read_metrics
@@ -166,11 +167,23 @@ def _checkpoints(config: Config, run: RunDirectory) -> list[dict[str, Any]]:
     for label, own in found.items():
         planned, cohort = planned_of(config, run, label, own), read_cohort(run, label)
         side = Evaluated(own, sum(planned.values()), cohort)
-        against = {"label": base[0], **compared(base[1], side, config.seed)} if base and base[0] != label else None
+        against = None
+        if base and base[0] != label:
+            against = {"label": base[0], **compared(_on_tasks_of(base[1], cohort), side, config.seed)}
         weights = pinned(run, label)
         entry = checkpoint_summary(label, update_of(weights or ""), own, planned, cohort, against)
         made.append(entry | {"weights": weights})
     return made
+
+
+def _on_tasks_of(base: Evaluated, small: Cohort | None) -> Evaluated:
+    """``base`` on the tasks of an evaluation that had only some of its tasks; else as it is."""
+    if base.cohort is None or small is None or not small["tasks"].keys() < base.cohort["tasks"].keys():
+        return base
+    tasks = {name: task for name, task in base.cohort["tasks"].items() if name in small["tasks"]}
+    planned = base.planned * len(tasks) // len(base.cohort["tasks"])
+    own = [record for record in base.records if record.task_id in tasks]
+    return Evaluated(own, planned, {**base.cohort, "tasks": tasks})
 
 
 def _base(config: Config, run: RunDirectory) -> tuple[str, Evaluated] | None:

@@ -12,6 +12,8 @@ from evaluation_helpers import NAMES, fake_engine, finished, graded, made, setti
 from pipeline.cli import compose_config, compose_over_saved
 from pipeline.config import Config, UserError
 from pipeline.launch import jobs
+from pipeline.launch.cohort import read_cohort
+from pipeline.launch.data import evenly
 from pipeline.launch.evaluation import (
     EvaluationJob,
     evaluate,
@@ -25,11 +27,13 @@ from pipeline.launch.evaluation import (
     share,
 )
 from pipeline.launch.local import claim
-from pipeline.launch.reporting import report_run
+from pipeline.launch.reporting import report_run, run_results
 from pipeline.launch.run_directory import FencedOff, RunDirectory
 from pipeline.report.metrics import read_metrics
 from pipeline.report.store import read_jsonl, write_group
 from pipeline.stages.evaluation import INCOMPLETE
+from pipeline.tasks.generate import generate_tasks
+from pipeline.tasks.harbor import load_tasks
 
 
 def staged(config: Config, **stage: object) -> Config:
@@ -208,3 +212,49 @@ def test_exports_are_pruned_but_not_those_that_jobs_need(config: Config) -> None
     assert prune_exports(run, 0, ()) == []
     assert prune_exports(run, 1, [NAMES[0]]) == [NAMES[1]]
     assert sorted(path.name for path in run.models.iterdir()) == [NAMES[0], "000003-update-000006"]
+
+
+def test_an_evaluation_on_the_way_has_few_tasks_always_the_same_and_goes_on_with_those(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake_engine(monkeypatch)
+    config = settings(tmp_path / "run", "tasks.test_size=10", "evaluation.small_tasks=3")
+    run = made(config)
+    jobs._evaluate_exports(config, run)
+    for name in NAMES:
+        assert set(read_cohort(run, name)["tasks"]) == {"test-0000", "test-0003", "test-0006"}  # type: ignore[index]
+        assert len(records(run, name)) == 3 * 2 * 2
+        assert finished(run, name, "pi")["planned"] == 6
+    assert [values["eval/coverage"] for _, values in late_results(config, run, [])] == [1.0, 1.0]
+    by_hand = evaluate(config, run, EvaluationJob(NAMES[0], NAMES[0], ("pi", "codex")))
+    assert by_hand.coverage().planned == 12, "by hand it goes on with the tasks that it began with"
+    for wrong in (4, 10):
+        with pytest.raises(UserError, match=f"{NAMES[0]} began with 3 tasks, stage.tasks={wrong}: leave it out"):
+            plan(staged(config, checkpoint=NAMES[0], tasks=wrong), run)
+    (whole,) = plan(staged(config, checkpoint=NAMES[0], label="whole"), run)
+    assert evaluate(config, run, whole).coverage().planned == 40
+    (small,) = plan(staged(config, checkpoint="base", tasks=3), run)
+    assert evaluate(config, run, small).coverage().planned == 12
+    with pytest.raises(UserError, match="whole began with all tasks"):
+        plan(staged(config, checkpoint=NAMES[0], label="whole", tasks=3), run)
+
+
+def test_a_small_evaluation_is_compared_with_the_base_on_its_own_tasks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = settings(tmp_path / "run", "tasks.test_size=10")
+    run = made(config)
+    fake_engine(monkeypatch, passed=False)
+    evaluate(config, run, EvaluationJob("base", "base", ("pi", "codex")))
+    fake_engine(monkeypatch)
+    evaluate(config, run, EvaluationJob(NAMES[0], NAMES[0], ("pi", "codex"), tasks=3))
+    (made_of,) = [own for own in run_results(config, run, [])["checkpoints"] if own["label"] == NAMES[0]]
+    assert made_of["base"]["comparable"] and made_of["base"]["difference"]["pairs"] == 6
+
+
+@pytest.mark.parametrize(("count", "expected"), [(0, "abcde"), (9, "abcde"), (1, "a"), (2, "ac"), (4, "abcd")])
+def test_tasks_are_drawn_evenly_and_in_any_order_the_same(tmp_path: Path, count: int, expected: str) -> None:
+    tasks = load_tasks(generate_tasks(tmp_path, "test", 5, 0))
+    named = [replace(task, ref=replace(task.ref, task_id=name)) for task, name in zip(tasks, "abcde", strict=True)]
+    for order in (named, named[::-1]):
+        assert sorted(task.ref.task_id for task in evenly(order, count)) == list(expected)
