@@ -9,13 +9,27 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from pipeline.report import difficulty_table, evaluation_tables
+from pipeline.report import difficulty_table
 from pipeline.report.curves import learning_charts, staleness_charts, throughput_charts, trend_charts
+from pipeline.report.evaluation_tables import CHECKPOINTS, checkpoints, remarks
 from pipeline.report.markup import Book, document, scrolled, sentence_list, table
 from pipeline.report.rollout_view import TRAINING
 from pipeline.report.shares import SHARES, harness_shares
 from pipeline.report.store import write_text
-from pipeline.report.table import ALL, HEADINGS, closing_sentence, comparison_sentences, table_rows
+from pipeline.report.table import (
+    ALL,
+    HEADINGS,
+    LEVEL_HEADINGS,
+    LEVEL_TITLE,
+    MEASURE_TITLE,
+    closing_sentence,
+    comparison_sentences,
+    level_rows,
+    measure_headings,
+    measure_rows,
+    retry_sentences,
+    table_rows,
+)
 
 BINS = ("over 95%", "70–95%", "40–70%", "10–40%", "1–10%", "under 1%")  # of probability; the script has the same
 
@@ -92,19 +106,7 @@ def _before_after(run: PageRun, _: Book) -> str:
     if not rows:
         return "<p>Nothing was evaluated before or after training.</p>"
     shown = table("Held-out tasks; below each figure its 95% interval", (*HEADINGS, "calls saved, both solved"), rows)
-    return (
-        f"{shown}<p>{escape(closing_sentence(results))}</p>{sentence_list(comparison_sentences(results))}"
-        f"{_measures(results)}{_levels(results)}{sentence_list(evaluation_tables.remarks(results))}"
-    )
-
-
-def _measures(results: Mapping[str, Any]) -> str:
-    return table("How the evaluated rollouts went, before → after training", *evaluation_tables.measures(results))
-
-
-def _levels(results: Mapping[str, Any]) -> str:
-    rows = evaluation_tables.difficulty(results)
-    return table("Held-out tasks by difficulty", ("difficulty", *HEADINGS[1:3]), rows) if rows else ""
+    return f"{shown}<p>{escape(closing_sentence(results))}</p>{sentence_list(comparison_sentences(results))}"
 
 
 def _saved(part: Mapping[str, Any] | None) -> str:
@@ -119,9 +121,20 @@ def _curves(run: PageRun, book: Book) -> str:
 
 def _trend(run: PageRun, book: Book) -> str:
     charts, sentences = trend_charts(run.results)
-    rows = list(evaluation_tables.checkpoints(run.results))
-    shown = table("Every evaluation of a checkpoint or another model", evaluation_tables.CHECKPOINTS, rows)
-    return book.figures(charts) + sentence_list(sentences) + (shown if rows else "")
+    return book.figures(charts) + sentence_list(sentences)
+
+
+def _evaluations(run: PageRun, _: Book) -> str:
+    results = run.results
+    measured = measure_headings(results)
+    tables = (
+        ("Checkpoints and other models", CHECKPOINTS, list(checkpoints(results))),
+        (MEASURE_TITLE, measured, list(measure_rows(results, measured))),
+        (LEVEL_TITLE, LEVEL_HEADINGS, list(level_rows(results))),
+    )
+    shown = "".join(table(title, headings, rows) for title, headings, rows in tables if rows)
+    tried = "".join(f"<p>{escape(sentence)}</p>" for sentence in retry_sentences(results))
+    return shown + sentence_list(remarks(results)) + tried
 
 
 def _shares(run: PageRun, _: Book) -> str:
@@ -196,6 +209,7 @@ SECTIONS: tuple[tuple[str, str, Callable[[Sequence[PageRun], Book], str]], ...] 
     ("before-after", "Before and after", _panels(_before_after)),
     ("curves", "Training curves", _panels(_curves)),
     ("trend", "Checkpoints", _panels(_trend)),
+    ("evaluations", "The evaluations", _panels(_evaluations)),
     ("shares", "Shares by harness", _panels(_shares)),
     ("pace", "Staleness and throughput", _panels(_pace)),
     ("failures", "How rollouts ended", _panels(_failures)),

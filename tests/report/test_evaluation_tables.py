@@ -7,18 +7,8 @@ from typing import Any
 from report_records import make_rollout
 
 from pipeline.records import RolloutRecord
-from pipeline.report.evaluation_tables import checkpoints, difficulty, measures, remarks
+from pipeline.report.evaluation_tables import checkpoints, remarks
 from pipeline.report.results import Meta, build_results, checkpoint_summary
-
-TASKS = {"t0": "easy", "t1": "hard", "t2": "hard"}
-COHORT: dict[str, Any] = {
-    "sha256": "a",
-    "graders_sha256": "b",
-    "rollouts_per_task": 2,
-    "limits": {"max_calls": 17},
-    "harnesses": {"pi": "1", "codex": "1"},
-    "tasks": {name: {"content": name, "grader": name, "difficulty": level} for name, level in TASKS.items()},
-}
 
 
 def evaluated(solved: int, harnesses: tuple[str, ...] = ("pi", "codex")) -> list[RolloutRecord]:
@@ -31,30 +21,9 @@ def evaluated(solved: int, harnesses: tuple[str, ...] = ("pi", "codex")) -> list
     ]
 
 
-def results(before: list[RolloutRecord], after: list[RolloutRecord], **more: Any) -> dict[str, Any]:
+def results(*checkpoints: dict[str, Any]) -> dict[str, Any]:
     meta = Meta(seed=0, rollouts=0, wall_s={}, harness_versions={}, set_aside={}, planned=12)
-    cohorts = {"before": COHORT, "after": COHORT}
-    return build_results(before, after, [], meta, **{"cohorts": cohorts, **more})
-
-
-def test_measures_stand_before_and_after_with_every_k() -> None:
-    headings, rows = measures(results(evaluated(0), evaluated(3)))
-    assert headings == ("harness", "pass@2", "submitted", "out of time", "answers cut", "calls a rollout")
-    assert [row[0] for row in rows] == ["codex", "pi", "all"]
-    assert rows[2][1:] == ("0.0% → 100.0%", "100.0% → 100.0%", "0.0% → 0.0%", "– → –", "2.00 → 2.00")
-
-
-def test_a_side_that_was_not_evaluated_is_a_dash() -> None:
-    (row,) = measures(results([], evaluated(1, ("pi",))))[1]
-    assert row[:2] == ("pi", "– → 33.3%")
-    assert measures(results([], []))[1] == [] and difficulty(results([], [])) == []
-
-
-def test_difficulty_goes_from_easy_to_hard() -> None:
-    easy, hard = difficulty(results(evaluated(1), evaluated(3)))
-    assert easy[0] == "easy" and easy[1].startswith("50.0% of 4") and hard[0] == "hard"
-    assert hard[1].startswith("0.0% of 8") and hard[2].startswith("50.0% of 8")
-    assert difficulty(results(evaluated(1), evaluated(3), cohorts={})) == [], "no task has a level"
+    return build_results([], [], [], meta, checkpoints)
 
 
 def base(**changes: Any) -> dict[str, Any]:
@@ -67,7 +36,7 @@ def test_checkpoints_stand_against_the_base_and_hosted_models_beside_them() -> N
     planned = {"pi": 6, "codex": 6}
     whole = checkpoint_summary("u6", 6, evaluated(3), planned, None, base())
     hosted = checkpoint_summary("hosted", None, evaluated(3)[:6], planned, None, base(difference=None))
-    rows = list(checkpoints(results([], [], checkpoints=[whole, hosted])))
+    rows = list(checkpoints(results(whole, hosted)))
     assert [row[:3] for row in rows[:3]] == [("u6", "pi", "6"), ("u6", "codex", "6"), ("u6", "all", "6")]
     assert rows[0][3].startswith("50.0% of 6") and rows[0][4:] == ("6 of 6", "+50.0\n(+25.0 to +75.0)")
     assert rows[1][5] == "–", "codex was not evaluated before"
@@ -78,12 +47,8 @@ def test_what_speaks_against_a_figure_is_said() -> None:
     lacking = checkpoint_summary(
         "u6", 6, evaluated(3)[:5], {"pi": 6}, None, base(differs=["pi ran at version 1, then 2"])
     )
-    retries = {"after": {"rollouts": 1, "tries": 13, "causes": {"engine": 2}, "cells": {}}, "u6": {"causes": {}}}
-    assert list(
-        remarks(results([], [], checkpoints=[lacking | {"weights": "gpt at http://h/v1"}], retries=retries))
-    ) == [
+    assert list(remarks(results(lacking | {"weights": "gpt at http://h/v1"}))) == [
         ("u6", "is of gpt at http://h/v1."),
         ("u6", "provisional: 5 of 6 rollouts are graded."),
         ("u6", "not like with like, before against this: pi ran at version 1, then 2."),
-        ("after", "1 rollout was tried again; tries without a grade: 2 engine."),
     ]

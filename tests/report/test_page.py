@@ -15,7 +15,7 @@ from pipeline.report.markup import embedded
 from pipeline.report.page import PageRun, page, write_page
 
 HEADINGS = [
-    *("The run", "Before and after", "Training curves", "Checkpoints", "Shares by harness"),
+    *("The run", "Before and after", "Training curves", "Checkpoints", "The evaluations", "Shares by harness"),
     *("Staleness and throughput", "How rollouts ended", "How hard the tasks were", "Rollouts"),
 ]
 
@@ -71,6 +71,8 @@ def test_figures_and_sentences() -> None:
     assert "Of 2 training tasks up to update 12, no rollout solved 1" in text
     assert "3 of 83 kept training rollouts are on this page" in text
     assert "1 from the evaluation before training, 1 from the evaluation after training." in text
+    assert '<th scope="row">after</th><td>all</td><td>–</td><td>100.0%</td>' in text, "how rollouts ended"
+    assert '<th scope="row">0001-000004-update-000006</th><td>pi</td><td>6</td><td>40.0% of 20' in text
     assert "points per 100 updates" in text and "over 3 evaluations" in text
     assert '50.0%<span class="share" style="--w:50.0%">' in text
 
