@@ -30,6 +30,7 @@ from pipeline.sandbox.base import make_sandbox
 from pipeline.stages import advantage as advantage_stage
 from pipeline.stages.evaluation import INCOMPLETE, Cells, evaluation_specs, is_graded, read_cell
 from pipeline.stages.rollout import graded_again
+from pipeline.stages.verification import kept_layer
 from pipeline.stages.verification import verify as verify_workspace
 from pipeline.tasks.harbor import load_task
 
@@ -170,7 +171,8 @@ async def _verify_again(run: RunDirectory, record: RolloutRecord, path: Path, co
     task = load_task(_task_path(run, config, record.task_id))
     scratch = _stage(run, "scratch")
     scratch.mkdir(parents=True, exist_ok=True)
-    verdict = await verify_workspace(task, workspace, sandbox, scratch)
+    layer = kept_layer(workspace)
+    verdict = await verify_workspace(task, workspace, sandbox, scratch, layer=layer if layer.is_dir() else None)
     return graded_again(record, verdict)
 
 

@@ -33,6 +33,7 @@ from pipeline.sandbox.base import HOME, PATH, WORKSPACE, SandboxError, SandboxSp
 from pipeline.sandbox.bubblewrap import ETC, HIDDEN, HOST_ETC, START_S, counts_by_namespace
 from pipeline.sandbox.disk import DiskWatch, writable_places
 from pipeline.sandbox.images import TASK, Image, find, host_system, kept_as
+from pipeline.sandbox.layer import LAYER
 from pipeline.sandbox.process import supervised
 from pipeline.sandbox.running import Ends, Log, RunningSandbox, memory_file, readable
 from pipeline.sandbox.watch import TreeWatch, listed
@@ -89,7 +90,7 @@ class Program:
             *(Mount("/dev/null", path) for path in self.hidden),
             *(Mount(str(ETC / name), f"/etc/{name}") for name in OWN_ETC),
             *(Mount(str(scratch / name), f"/{name}") for name in ("etc/passwd", "etc/group")),
-            *(Mount(str(scratch / name), f"/{name}", writable=True) for name in ("tmp", "run", HOME[1:])),
+            *(Mount(str(place), inside, writable=True) for inside, place in _written(scratch, spec).items()),
             Mount(str(FIRST), FIRST_INSIDE),
             *(Mount(str(path), str(path)) for path in spec.read_only),
             *(Mount(str(host), inside, writable) for host, inside, writable in spec.mounts),
@@ -269,16 +270,24 @@ class ApptainerSandbox:
 
 def furnish(scratch: Path, spec: SandboxSpec) -> None:
     """Make what a sandbox may write to in ``scratch``, and the names of its only user."""
-    for name in ("etc", "run", "tmp", "workspace", HOME[1:]):
-        (scratch / name).mkdir(parents=True)
-    (scratch / "tmp").chmod(0o1777)
+    written = _written(scratch, spec)
+    for place in (scratch / "etc", scratch / "workspace", *written.values()):
+        place.mkdir(parents=True, exist_ok=True)
+    written["/tmp"].chmod(0o1777)
     (scratch / "etc/passwd").write_text(f"agent:x:{os.getuid()}:{os.getgid()}:agent:{HOME}:/bin/bash\n")
     (scratch / "etc/group").write_text(f"agent:x:{os.getgid()}:\n")
     for name, text in spec.home_files.items():
-        path = scratch / HOME[1:] / name
+        path = written[HOME] / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.touch(mode=0o600)
         path.write_text(text)
+
+
+def _written(scratch: Path, spec: SandboxSpec) -> dict[str, Path]:
+    """Place inside → directory on the host."""
+    layer = spec.layer or spec.leave
+    kept = {} if layer is None else {inside: layer / name for inside, name in LAYER.items()}
+    return {place: scratch / place[1:] for place in ("/tmp", "/run", HOME)} | kept
 
 
 class _Ends(Ends):

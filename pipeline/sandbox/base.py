@@ -32,7 +32,11 @@ class SandboxSpec:
     ``mounts`` (host path, path inside, writable) elsewhere. With ``listen_port`` a socket listens inside at
     127.0.0.1:port and is handed to the caller, and the command waits for ``go()``. ``stdin`` is the text it reads
     (None: nothing). stdout and stderr are appended to ``stdout``. ``timeout_s`` counts from ``go()``.
-    ``image`` is the address of the task's own, which only sandbox.image=task asks for.
+    ``image`` is the name of the task's own, which only sandbox.image=task asks for.
+
+    What the command writes outside of ``workspace`` and ``mounts`` is lost, but for ``leave``: a directory that gets it
+    when all inside is dead, HOME as ``home``, /tmp as ``tmp`` and the changes to an image as ``root/upper``. ``layer``
+    is such a directory to begin with; what is there may be changed.
     """
 
     argv: tuple[str, ...]
@@ -46,6 +50,8 @@ class SandboxSpec:
     stdout: Path | None = None
     timeout_s: float = 60.0
     image: str = ""
+    leave: Path | None = None
+    layer: Path | None = None
 
 
 @dataclass(frozen=True)

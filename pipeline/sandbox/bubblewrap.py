@@ -26,6 +26,7 @@ from pipeline.records import Inside
 from pipeline.sandbox import seccomp
 from pipeline.sandbox.base import HOME, PATH, WORKSPACE, SandboxError, SandboxSpec
 from pipeline.sandbox.disk import DiskWatch, writable_places
+from pipeline.sandbox.layer import LAYER, snapshot
 from pipeline.sandbox.running import Ends, Log, RunningSandbox, memory_file, readable
 from pipeline.sandbox.watch import TreeWatch, listed
 
@@ -41,7 +42,7 @@ HOST_ETC = (
 
 HIDDEN = ("/proc/keys", "/proc/key-users")  # names of what is in the host's keyrings
 READ_ONLY = ("/dev", "/proc", "/")  # /proc/sys belongs to root, whom a sandbox that root starts is to the kernel
-SCRATCH = ("tmp", HOME[1:], "dev/shm", "run")  # memory file systems
+SCRATCH = ("/tmp", HOME, "/dev/shm", "/run")  # memory file systems
 
 # Runs inside, on the project's own interpreter: opens the socket, hands it out, waits, becomes the command.
 # Only built-in modules, because it must start in milliseconds.
@@ -110,6 +111,8 @@ class BubblewrapSandbox:
     async def launch(self, spec: SandboxSpec) -> RunningSandbox:
         """See Sandbox.launch."""
         held = ExitStack()
+        for place in on_disk(spec).values():
+            place.mkdir(parents=True, exist_ok=True)
         disk = DiskWatch(writable_places(spec), self._config)
         try:
             log = Log(spec.stdout)
@@ -122,6 +125,7 @@ class BubblewrapSandbox:
             leader = _hold(pid, log)
             held.callback(os.close, leader)
             listener, sockets = await self._release(spec, ends, held, log)
+            memory = _open_memory(pid, spec, held)
             return RunningSandbox(
                 popen,
                 leader,
@@ -134,6 +138,7 @@ class BubblewrapSandbox:
                 listener=listener,
                 inside=_inside(pid, sockets, held) if sockets is not None else None,
                 complaint=lambda: _complaint(ends.status, log),
+                at_end=lambda: _leave(spec, memory),
             )
         except BaseException:
             held.close()
@@ -149,7 +154,7 @@ class BubblewrapSandbox:
             listed,
             root,
             self._config,
-            SCRATCH if spec.workspace else (*SCRATCH, WORKSPACE[1:]),
+            tuple(place[1:] for place in _in_memory(spec)),
         )
 
     def _start(self, spec: SandboxSpec, ends: Ends, given: ExitStack, log: Log) -> subprocess.Popen[bytes]:
@@ -263,7 +268,7 @@ def _environment(spec: SandboxSpec) -> list[str]:
 
 
 def _binds(spec: SandboxSpec, size: int) -> list[str]:
-    options: list[str] = []
+    options = [word for inside, host in on_disk(spec).items() for word in ("--bind", str(host), inside)]
     for path in spec.read_only:
         options += ["--ro-bind", str(path), str(path)]
     for host, inside, writable in spec.mounts:
@@ -271,6 +276,37 @@ def _binds(spec: SandboxSpec, size: int) -> list[str]:
     if spec.workspace is None:
         return [*options, "--perms", "0755", "--size", str(size), "--tmpfs", WORKSPACE]
     return [*options, "--bind", str(spec.workspace), WORKSPACE]
+
+
+def on_disk(spec: SandboxSpec) -> dict[str, Path]:
+    """Place inside → directory on the host, of what is not in memory: what another sandbox left, or all that a command
+    leaves that starts at once, so that nothing of it can be missed.
+    """
+    place = spec.layer or (spec.leave if spec.listen_port is None else None)
+    return {} if place is None else {inside: place / name for inside, name in LAYER.items()}
+
+
+def _in_memory(spec: SandboxSpec) -> list[str]:
+    held = on_disk(spec)
+    return [place for place in (*SCRATCH, *(() if spec.workspace else (WORKSPACE,))) if place not in held]
+
+
+def _open_memory(pid: int, spec: SandboxSpec, held: ExitStack) -> dict[str, int]:
+    """The memory file systems that are to be left: an open directory outlives the sandbox that mounted it."""
+    memory = {}
+    if spec.leave is not None and not on_disk(spec):
+        for inside in LAYER:
+            memory[inside] = os.open(f"/proc/{pid}/root{inside}", os.O_RDONLY | os.O_DIRECTORY)
+            held.callback(os.close, memory[inside])
+    return memory
+
+
+def _leave(spec: SandboxSpec, memory: dict[str, int]) -> None:
+    """Copy them out, when all that could write there is dead. Raises WorkspaceTooLarge."""
+    if spec.leave is not None and memory:
+        spec.leave.mkdir(exist_ok=True)
+        for inside, descriptor in memory.items():
+            snapshot(Path(f"/proc/self/fd/{descriptor}"), spec.leave / LAYER[inside], inside=inside)
 
 
 async def _first_process(status: int, log: Log) -> int:

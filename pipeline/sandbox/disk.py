@@ -75,6 +75,7 @@ class DiskWatch:
 def writable_places(spec: SandboxSpec) -> list[Path]:
     """The host's directories that a command may write to."""
     mounts = [host for host, _, is_writable in spec.mounts if is_writable]
+    mounts += [place for place in (spec.layer, spec.leave) if place is not None]
     return mounts if spec.workspace is None else [spec.workspace, *mounts]
 
 

@@ -110,6 +110,7 @@ class ProcessSandbox:
             scratch = Path(tempfile.mkdtemp(prefix="yoke-"))
             held.callback(shutil.rmtree, scratch, ignore_errors=True)
             places = _places(spec, scratch)
+            temporary = _of_layer(spec, "tmp") or scratch / "tmp"
             control, theirs = socket.socketpair()
             held.enter_context(control)
             listener = None
@@ -119,7 +120,7 @@ class ProcessSandbox:
                 places[f"127.0.0.1:{spec.listen_port}"] = f"127.0.0.1:{listener.getsockname()[1]}"
             with theirs, ExitStack() as given:
                 stdin = None if spec.stdin is None else memory_file(given, _translated(spec.stdin, places).encode())
-                popen = self._start(spec, places, theirs.fileno(), stdin, log)
+                popen = self._start(spec, places, (scratch, temporary), theirs.fileno(), stdin, log)
             leader = os.pidfd_open(popen.pid)
             held.callback(os.close, leader)
             if listener is None:
@@ -140,7 +141,13 @@ class ProcessSandbox:
             raise
 
     def _start(
-        self, spec: SandboxSpec, places: dict[str, str], control: int, stdin: int | None, log: Log
+        self,
+        spec: SandboxSpec,
+        places: dict[str, str],
+        scratch: tuple[Path, Path],
+        control: int,
+        stdin: int | None,
+        log: Log,
     ) -> subprocess.Popen[bytes]:
         config = self._config
         limits = f"NOFILE={config.open_files},FSIZE={config.file_mb << 20},CORE=0"  # NPROC would count the whole user
@@ -149,10 +156,10 @@ class ProcessSandbox:
             (home / name).parent.mkdir(parents=True, exist_ok=True)
             (home / name).touch(mode=0o600)
             (home / name).write_text(_translated(text, places))
-        environment = {"PATH": PATH, "HOME": str(home), "LANG": "C.UTF-8", "TMPDIR": str(home.parent / "tmp")}
+        environment = {"PATH": PATH, "HOME": str(home), "LANG": "C.UTF-8", "TMPDIR": str(scratch[1])}
         argv = [_translated(word, places) for word in spec.argv]
         return subprocess.Popen(
-            supervised(control, limits, home.parent, argv),
+            supervised(control, limits, scratch[0], argv),
             env={**environment, **{key: _translated(value, places) for key, value in spec.env.items()}},
             cwd=places[WORKSPACE],
             pass_fds=[control],
@@ -172,9 +179,17 @@ def _places(spec: SandboxSpec, scratch: Path) -> dict[str, str]:
     """Path inside → path on the host."""
     for name in ("home", "tmp", "workspace"):
         (scratch / name).mkdir()
+    for name in ("home", "tmp"):
+        if kept := _of_layer(spec, name):
+            kept.mkdir(parents=True, exist_ok=True)
     places = {inside: str(host.absolute()) for host, inside, _ in spec.mounts}
     workspace = (spec.workspace or scratch / "workspace").absolute()
-    return places | {WORKSPACE: str(workspace), HOME: str(scratch / "home")}
+    return places | {WORKSPACE: str(workspace), HOME: str(_of_layer(spec, "home") or scratch / "home")}
+
+
+def _of_layer(spec: SandboxSpec, name: str) -> Path | None:
+    place = spec.layer or spec.leave
+    return None if place is None else (place / name).absolute()
 
 
 def _translated(text: str, places: dict[str, str]) -> str:

@@ -13,11 +13,13 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 
 from pipeline.records import Inside
 from pipeline.sandbox.base import SandboxError, SandboxExit
 from pipeline.sandbox.disk import DiskWatch
+from pipeline.sandbox.layer import WorkspaceTooLarge
 from pipeline.sandbox.watch import INTERVAL_S, TreeWatch
 
 WALKERS = ThreadPoolExecutor(2, "disk-watch")
@@ -64,7 +66,8 @@ class RunningSandbox:
 
     ``popen`` is what was started here; ``leader`` is a pidfd of the process whose end proves that all inside is dead
     (pid 1 of the namespace, or the supervisor); ``stop`` is the signal that ends it. ``held`` is closed last.
-    ``control`` takes the word to start; ``complaint`` tells after the end why the command was never started.
+    ``control`` takes the word to start; ``complaint`` tells after the end why the command was never started, and
+    ``at_end`` then keeps what was left.
     """
 
     def __init__(
@@ -81,6 +84,7 @@ class RunningSandbox:
         listener: socket.socket | None = None,
         inside: Inside | None = None,
         complaint: Callable[[], str | None] = lambda: None,
+        at_end: Callable[[], None] = lambda: None,
     ) -> None:
         self.listener = listener
         self.inside = inside
@@ -94,6 +98,9 @@ class RunningSandbox:
         self._timeout_s = timeout_s
         self._control = control
         self._complaint = complaint
+        self._at_end = at_end
+        self._keeping: asyncio.Future[None] | None = None
+        self._closed = False
         self._held = held
         self._killed: str | None = None
         self._exit: SandboxExit | SandboxError | None = None
@@ -146,6 +153,8 @@ class RunningSandbox:
             self._watch.count_cpu()  # before pid 1 inside is gone
             self._signal()
             self._exit = await self._finish(timed_out=not ended and self._killed is None)
+        if not self._closed:
+            await self._keep()
             self._close()
         if isinstance(self._exit, SandboxError):
             raise self._exit
@@ -174,7 +183,20 @@ class RunningSandbox:
             cpu_s=round(max(self._watch.cpu_s, usage.ru_utime + usage.ru_stime), 2),
         )
 
+    async def _keep(self) -> None:
+        """Keep what is to be left; too much of it is a broken limit. Goes on where a cancelled ``wait`` was."""
+        if self._keeping is None:
+            self._keeping = asyncio.ensure_future(asyncio.to_thread(self._at_end))
+        try:
+            await asyncio.shield(self._keeping)
+        except WorkspaceTooLarge:
+            if isinstance(self._exit, SandboxExit):
+                self._exit = replace(self._exit, returncode=None, killed=self._exit.killed or "disk")
+        except OSError as error:
+            self._exit = SandboxError(f"what the command left could not be kept: {error}")
+
     def _close(self) -> None:
+        self._closed = True
         for watcher in self._watchers:
             watcher.cancel()
         self._watch.close()

@@ -14,7 +14,8 @@ from pathlib import Path
 from pipeline.records import Verdict
 from pipeline.report.store import write_json
 from pipeline.sandbox.base import Sandbox, SandboxError, SandboxSpec
-from pipeline.stages.verification import readable_inside, remove_tree, run_to_end, shell_of, tail, ungraded, verify
+from pipeline.sandbox.layer import remove_tree
+from pipeline.stages.verification import readable_inside, run_to_end, shell_of, tail, ungraded, verify
 from pipeline.tasks.harbor import HarborTask, prepare_workspace
 
 CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "yoke" / "gates.json"
@@ -102,7 +103,7 @@ async def _check_task(task: HarborTask, sandbox: Sandbox) -> list[GateFailure]:
 async def _nop(task: HarborTask, sandbox: Sandbox, place: Path) -> Verdict:
     workspace = place / "nop"
     prepare_workspace(task, workspace)
-    return await verify(task, workspace, sandbox, place)
+    return await verify(task, workspace, sandbox, place, control=False)
 
 
 async def _oracle(task: HarborTask, solution: Path, sandbox: Sandbox, place: Path) -> Verdict:
@@ -116,6 +117,7 @@ async def _oracle(task: HarborTask, solution: Path, sandbox: Sandbox, place: Pat
         stdout=place / "output",
         timeout_s=task.agent_timeout_s,
         image=task.image,
+        leave=place / "left",
     )
     try:
         exit_ = await run_to_end(sandbox, spec)
@@ -124,7 +126,7 @@ async def _oracle(task: HarborTask, solution: Path, sandbox: Sandbox, place: Pat
     if exit_.timed_out or exit_.killed:
         limit = f"{task.agent_timeout_s:g} s" if exit_.timed_out else f"the limit of {exit_.killed}"
         return ungraded(f"solution/solve.sh went over {limit}")
-    verdict = await verify(task, workspace, sandbox, place)
+    verdict = await verify(task, workspace, sandbox, place, layer=place / "left", control=False)
     if exit_.returncode and verdict.correctness != 1.0:
         return Verdict(
             None, verdict.correctness, 0, f"solution/solve.sh: exit {exit_.returncode}{tail(place / 'output')}"

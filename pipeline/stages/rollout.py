@@ -25,9 +25,10 @@ from pipeline.engine.server import SERVED_MODEL_NAME
 from pipeline.harness.base import Endpoint, HarnessLaunch, HarnessRecipe, get_harness
 from pipeline.records import GroupSpec, Outcome, PolicyVersion, RolloutRecord, Trace, Verdict
 from pipeline.sandbox.base import Sandbox, SandboxError, SandboxSpec
+from pipeline.sandbox.layer import WorkspaceTooLarge, copy_layer, own_directory, remove_tree, snapshot
 from pipeline.stages.outcome import SIGNALS, Decision, End, credit, decide, spoilt
 from pipeline.stages.tool_calls import ToolCalls, count_tool_calls, matches
-from pipeline.stages.verification import WorkspaceTooLarge, remove_tree, snapshot, verify
+from pipeline.stages.verification import kept_layer, verify
 from pipeline.tasks.harbor import HarborTask, load_task, prepare_workspace
 
 INSIDE_PORT = 8000
@@ -146,6 +147,7 @@ class Workshop:
                 stdout=place / "output",
                 timeout_s=min(timeout_s, task.agent_timeout_s),
                 image=task.image,
+                leave=place / "left",
             )
         )
         try:
@@ -177,7 +179,8 @@ class Workshop:
     async def _judge(self, end: End, calls: ToolCalls, task: HarborTask, place: Path) -> _Judged:
         if decision := spoilt(end):
             return _Judged(decision, Verdict(None, None, calls.counted, decision.reason))
-        verdict = await verify(task, place / "workspace", self.sandbox, place)
+        own_directory(place / "workspace")
+        verdict = await verify(task, place / "workspace", self.sandbox, place, layer=place / "left")
         if verdict.correctness is None:
             decision = Decision(Outcome.INFRASTRUCTURE, verdict.reason, "verifier")
             return _Judged(decision, Verdict(None, None, calls.counted, verdict.reason))
@@ -189,11 +192,14 @@ class Workshop:
     def _keep_snapshot(self, spec: GroupSpec, index: int, place: Path) -> None:
         if self.snapshots is not None:
             target = self.snapshots / spec.group_id / str(index)
-            if target.exists():
-                remove_tree(target)
+            for old in (target, kept_layer(target)):
+                if old.exists():
+                    remove_tree(old)
             target.parent.mkdir(parents=True, exist_ok=True)
+            own_directory(place / "workspace")
             with suppress(WorkspaceTooLarge):
                 snapshot(place / "workspace", target)
+                copy_layer(place / "left", kept_layer(target))
 
 
 @dataclass(frozen=True)

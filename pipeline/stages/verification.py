@@ -1,7 +1,7 @@
 """Stage 2: score what a rollout left behind, in a fresh sandbox without network that sees ``tests/`` only now.
 
 It starts after the agent and everything it started is dead. None means that the infrastructure failed; 0 that the agent
-did.
+did, also where its work keeps the tests from ending.
 """
 
 from __future__ import annotations
@@ -13,45 +13,70 @@ import math
 import os
 import re
 import shutil
-import stat
-import subprocess
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 from pipeline.records import Verdict
 from pipeline.sandbox.base import Sandbox, SandboxError, SandboxExit, SandboxSpec
+from pipeline.sandbox.layer import WorkspaceTooLarge, copy_layer, remove_tree, snapshot
 from pipeline.sandbox.process import ProcessSandbox
-from pipeline.tasks.harbor import HarborTask
+from pipeline.tasks.harbor import HarborTask, prepare_workspace
 
-SNAPSHOT_BYTES = 1 << 30
-SNAPSHOT_FILES = 50_000
+REWARD_FILES = ("reward.json", "reward.txt")
 REWARD_BYTES = 1 << 16
 REWARD_KEYS = ("correctness", "reward")  # of a reward.json with several numbers
 TAIL = 500
+BY_SIGNAL: dict[int | None, int] = {128 + number: number for number in range(1, 32)}  # exit code → signal
+OWN_CODE_ONLY = {"PYTHONNOUSERSITE": "1"}  # packages below the agent's HOME would come before the system's
 
 
-class WorkspaceTooLarge(Exception):
-    """The agent left more than a snapshot may hold."""
+class NoScore(Exception):
+    """The tests ended without a number that could be trusted, for this reason."""
 
 
-async def verify(task: HarborTask, workspace: Path, sandbox: Sandbox, scratch: Path) -> Verdict:
-    """Run the task's tests on a snapshot of ``workspace`` and read the reward file.
+async def verify(
+    task: HarborTask,
+    workspace: Path,
+    sandbox: Sandbox,
+    scratch: Path,
+    *,
+    layer: Path | None = None,
+    control: bool = True,
+) -> Verdict:
+    """Run the task's tests on a snapshot of ``workspace``, and of the ``layer`` that was left besides; read the reward.
 
     ``scratch`` is node-local and out of every agent's reach; what is made there is removed. The verdict's reward equals
-    its correctness, its tool calls are 0. Both are None, with the reason, when the sandbox could not start, the tests
-    ran out of time or wrote no reward. A workspace that is too large, or that drives the tests over the sandbox's
-    limits, scores 0.
+    its correctness, its tool calls are 0. Both are None, with the reason, when the sandbox could not start. When the
+    tests ran out of time, were killed or wrote no reward, they are run again on an untouched workspace (the
+    ``control``): if they score that, it was the agent's doing, which scores 0; else both are None. A workspace that is
+    too large, or that drives the tests over the sandbox's limits, scores 0.
     """
     place = Path(tempfile.mkdtemp(prefix="verify-", dir=scratch))
     try:
-        return await _verify_in(place, task, workspace, sandbox)
+        return await _score(place / "first", task, workspace, layer, sandbox)
+    except NoScore as failure:
+        if control and await _scores_untouched(place, task, sandbox):
+            return Verdict(
+                0.0, 0.0, 0, f"{failure}; an untouched workspace is scored, so the agent has brought it about"
+            )
+        return ungraded(f"verifier: {failure}")
     except WorkspaceTooLarge as error:
         return Verdict(0.0, 0.0, 0, str(error))
     except (SandboxError, OSError) as error:
         return ungraded(f"verifier: {error}")
     finally:
         await asyncio.to_thread(remove_tree, place)
+
+
+async def _scores_untouched(place: Path, task: HarborTask, sandbox: Sandbox) -> bool:
+    """Whether the tests end with a score where no agent has been."""
+    try:
+        await asyncio.to_thread(prepare_workspace, task, place / "untouched")
+        await _score(place / "control", task, place / "untouched", None, sandbox)
+    except (NoScore, WorkspaceTooLarge, SandboxError, OSError):
+        return False
+    return True
 
 
 def ungraded(reason: str) -> Verdict:
@@ -68,6 +93,11 @@ async def run_to_end(sandbox: Sandbox, spec: SandboxSpec) -> SandboxExit:
         process.kill()
         await process.wait()
         raise
+
+
+def kept_layer(workspace: Path) -> Path:
+    """Where the layer lies that belongs to a kept workspace."""
+    return workspace.with_name(f"{workspace.name}.layer")
 
 
 def shell_of(script: Path) -> str:
@@ -92,61 +122,43 @@ def readable_inside(sandbox: Sandbox, scripts: Path, copy: Path, places: Mapping
     return copy
 
 
-def snapshot(source: Path, target: Path, max_bytes: int = SNAPSHOT_BYTES, max_files: int = SNAPSHOT_FILES) -> None:
-    """Copy directories, regular files and links that stay inside; leave out sockets, pipes, devices and other links.
-
-    A link that leads out could point at the tests and pass them off as an answer. Raises WorkspaceTooLarge.
-    """
-    target.mkdir()
-    left, files = max_bytes, 0
-    for path, mode in _walk(source):
-        copy = target / path.relative_to(source)
-        if stat.S_ISDIR(mode):
-            copy.mkdir()
-            continue
-        files += 1
-        left -= path.lstat().st_size
-        if left < 0 or files > max_files:
-            raise WorkspaceTooLarge(f"the workspace holds more than {max_bytes >> 20} MB or {max_files} files")
-        _copy(source, path, mode, copy)
-
-
-def remove_tree(path: Path) -> None:
-    """Delete a tree, also one whose directories were left without permissions, or nest deeper than Python's stack."""
-    with contextlib.suppress(OSError):
-        for _ in _walk(path):
-            pass
-    try:
-        shutil.rmtree(path, ignore_errors=True)
-    except RecursionError:
-        subprocess.run(["rm", "-rf", "--", str(path)], check=False, timeout=60)
-
-
-async def _verify_in(place: Path, task: HarborTask, workspace: Path, sandbox: Sandbox) -> Verdict:
-    await asyncio.to_thread(snapshot, workspace, place / "workspace")
+async def _score(place: Path, task: HarborTask, workspace: Path, layer: Path | None, sandbox: Sandbox) -> Verdict:
+    """One run of the tests. Raises NoScore."""
     logs = place / "logs"
     for name in ("verifier", "agent", "artifacts"):
         (logs / name).mkdir(parents=True)
+    await asyncio.to_thread(snapshot, workspace, place / "workspace")
+    if layer is not None:
+        await asyncio.to_thread(copy_layer, layer, place / "layer")
     places = {"/workspace": place / "workspace", "/logs": logs, "/tests": place / "tests"}
     tests = readable_inside(sandbox, task.tests, place / "tests", places)
     spec = SandboxSpec(
         argv=(shell_of(task.tests / "test.sh"), "/tests/test.sh"),
-        env=task.verifier_env,
+        env={**OWN_CODE_ONLY, **task.verifier_env},
         workspace=place / "workspace",
         mounts=((tests, "/tests", False), (logs, "/logs", True)),
         stdout=place / "output",
         timeout_s=task.verifier_timeout_s,
         image=task.image,
+        layer=place / "layer" if layer is not None else None,
     )
     exit_ = await run_to_end(sandbox, spec)
-    if exit_.timed_out:
-        return ungraded(f"verifier: not done after {task.verifier_timeout_s:g} s{tail(place / 'output')}")
     if exit_.killed:  # the oracle stays within the same limits, so it is what the agent left
         return Verdict(0.0, 0.0, 0, f"the tests went over the sandbox's limit of {exit_.killed}")
-    correctness, problem = _read_reward(logs / "verifier")
-    if correctness is None:
-        return ungraded(f"verifier: {problem} (exit {exit_.returncode}){tail(place / 'output')}")
+    correctness = _judge(exit_, logs / "verifier", task.verifier_timeout_s, tail(place / "output"))
     return Verdict(correctness, correctness, 0)
+
+
+def _judge(exit_: SandboxExit, directory: Path, limit_s: float, said: str) -> float:
+    """The reward of tests that ended by themselves. Raises NoScore."""
+    if exit_.timed_out:
+        raise NoScore(f"not done after {limit_s:g} s{said}")
+    correctness, problem = _read_reward(directory)
+    if correctness is None:
+        raise NoScore(f"{problem} (exit {exit_.returncode}){said}")
+    if correctness and (signal := BY_SIGNAL.get(exit_.returncode)):  # what killed them may have written it
+        raise NoScore(f"the tests were ended by signal {signal}{said}")
+    return correctness
 
 
 def tail(output: Path) -> str:
@@ -156,19 +168,21 @@ def tail(output: Path) -> str:
 
 
 def _read_reward(directory: Path) -> tuple[float | None, str]:
-    """The correctness in reward.json, else in reward.txt; or None and what is wrong."""
-    for name in ("reward.json", "reward.txt"):
-        path = directory / name
-        if not os.path.lexists(path):
-            continue
+    """The correctness in reward.json or reward.txt; or None and what is wrong. Where both are, the lower one: tests
+    write one of them, and what they test might write the other.
+    """
+    values = []
+    for path in filter(os.path.lexists, (directory / name for name in REWARD_FILES)):
         if path.is_symlink() or not path.is_file() or path.stat().st_size > REWARD_BYTES:
-            return None, f"{name} is not a small regular file"
+            return None, f"{path.name} is not a small regular file"
         try:
             value = _number(json.loads(path.read_text()))
-        except ValueError:
+        except (ValueError, RecursionError):
             value = None
-        return value, "" if value is not None else f"{name} holds no number: {path.read_bytes()[:80]!r}"
-    return None, "no reward file was written"
+        if value is None:
+            return None, f"{path.name} holds no number: {path.read_bytes()[:80]!r}"
+        values.append(value)
+    return (min(values), "") if values else (None, "no reward file was written")
 
 
 def _number(value: object) -> float | None:
@@ -178,31 +192,3 @@ def _number(value: object) -> float | None:
         chosen = [value[key] for key in REWARD_KEYS if key in value] or list(value.values())
         return _number(chosen[0]) if len(chosen) == 1 or any(key in value for key in REWARD_KEYS) else None
     return float(value) if isinstance(value, int | float) and math.isfinite(value) else None
-
-
-def _walk(root: Path) -> Iterator[tuple[Path, int]]:
-    """Everything below ``root`` with its mode, parents first, links not followed; closed directories are opened.
-
-    Without recursion: an agent may nest directories deeper than Python's stack.
-    """
-    waiting = [root]
-    while waiting:
-        directory = waiting.pop()
-        directory.chmod(directory.stat().st_mode | 0o700)
-        for name in sorted(os.listdir(directory)):
-            path = directory / name
-            mode = path.lstat().st_mode
-            yield path, mode
-            if stat.S_ISDIR(mode):
-                waiting.append(path)
-
-
-def _copy(source: Path, path: Path, mode: int, copy: Path) -> None:
-    if stat.S_ISLNK(mode):
-        link = os.readlink(path)
-        if not os.path.isabs(link) and Path(os.path.realpath(path)).is_relative_to(os.path.realpath(source)):
-            copy.symlink_to(link)
-    elif stat.S_ISREG(mode):
-        path.chmod(mode | 0o400)
-        shutil.copyfile(path, copy, follow_symlinks=False)
-        copy.chmod(mode & 0o777 | 0o600)

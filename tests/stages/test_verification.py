@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
+import subprocess
+import sys
 from collections.abc import Callable
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 import pytest
 from real_apptainer import KINDS
@@ -14,7 +16,8 @@ from real_apptainer import KINDS
 from pipeline.config import SandboxConfig
 from pipeline.records import Verdict
 from pipeline.sandbox.base import Sandbox, SandboxError, SandboxProcess, SandboxSpec, make_sandbox
-from pipeline.stages.verification import WorkspaceTooLarge, remove_tree, run_to_end, snapshot, verify
+from pipeline.sandbox.layer import WorkspaceTooLarge, link_stays, remove_tree, snapshot
+from pipeline.stages.verification import run_to_end, verify
 from pipeline.tasks.harbor import HarborTask, load_task
 
 Verify = Callable[..., Verdict]
@@ -269,11 +272,10 @@ def test_a_snapshot_keeps_files_modes_and_inner_links_only(tmp_path: Path) -> No
 def test_a_snapshot_is_bounded_in_bytes_and_files(tmp_path: Path) -> None:
     source = tmp_path / "source"
     source.mkdir()
-    with open(source / "sparse", "wb") as file:
-        file.truncate(1 << 40)
+    (source / "large").write_bytes(os.urandom(1 << 16))
     with pytest.raises(WorkspaceTooLarge):
-        snapshot(source, tmp_path / "one")
-    (source / "sparse").unlink()
+        snapshot(source, tmp_path / "one", max_bytes=1 << 15)
+    (source / "large").unlink()
     for number in range(11):
         (source / str(number)).touch()
     snapshot(source, tmp_path / "two", max_files=11)
@@ -281,9 +283,68 @@ def test_a_snapshot_is_bounded_in_bytes_and_files(tmp_path: Path) -> None:
         snapshot(source, tmp_path / "three", max_files=10)
 
 
-def test_a_workspace_that_is_too_large_scores_zero(score: Verify, isolated: Sandbox, workspace: Path) -> None:
-    with open(workspace / "sparse", "wb") as file:
+def test_holes_and_hard_links_cost_nothing_and_stay(tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    source.mkdir()
+    with open(source / "sparse", "wb") as file:
+        file.seek(1 << 30)
+        file.write(b"end")
         file.truncate(1 << 40)
+    (source / "one").write_bytes(os.urandom(1 << 16))
+    for number in range(100):
+        os.link(source / "one", source / f"again{number}")
+    snapshot(source, tmp_path / "copy", max_bytes=1 << 18)
+    copied = (tmp_path / "copy" / "sparse").stat()
+    assert copied.st_size == 1 << 40 and copied.st_blocks * 512 < 1 << 17
+    with open(tmp_path / "copy" / "sparse", "rb") as file:
+        file.seek(1 << 30)
+        assert file.read(4) == b"end\0"
+    assert (tmp_path / "copy" / "one").stat().st_nlink == 101
+    assert (tmp_path / "copy" / "again7").read_bytes() == (source / "one").read_bytes()
+
+
+def test_what_lies_deeper_than_a_path_is_long_is_left_out(tmp_path: Path) -> None:
+    (tmp_path / "source").mkdir()
+    (tmp_path / "source" / "answer").write_text("42")
+    deep = "import os\nfor _ in range(30):\n os.mkdir('deep' * 50)\n os.chdir('deep' * 50)"
+    subprocess.run([sys.executable, "-c", deep], cwd=tmp_path / "source", check=True)
+    snapshot(tmp_path / "source", tmp_path / "copy")
+    assert (tmp_path / "copy" / "answer").read_text() == "42" and (
+        tmp_path / "copy" / ("deep" * 50) / ("deep" * 50)
+    ).is_dir()
+    for name in ("source", "copy"):
+        remove_tree(tmp_path / name)
+        assert not (tmp_path / name).exists()
+
+
+@pytest.mark.parametrize(
+    ("link", "target", "stays"),
+    [
+        ("/workspace/a", "b", True),
+        ("/workspace/a/b/c", "../../d", True),
+        ("/workspace/a", "/workspace/b", True),
+        ("/workspace/venv/bin/python", "/usr/bin/python3", True),
+        ("/home/agent/x", "../../usr/bin/true", True),
+        ("/workspace/a", "/tests/expected", False),
+        ("/workspace/a", "../tests/expected", False),
+        ("/workspace/a", "/", False),
+        ("/workspace/a", "..", False),
+        ("/workspace/a", "/usr/../tests", False),
+        ("/workspace/a", "b/../../tests", False),
+        ("/workspace/a", "/proc/self/root", False),
+        ("/workspace/a", "/etc/shadow", False),
+        ("/workspace/a", "//tests/expected", False),
+    ],
+)
+def test_which_links_are_copied(link: str, target: str, stays: bool) -> None:
+    assert link_stays(PurePosixPath(link), target) == stays
+
+
+def test_a_workspace_that_is_too_large_scores_zero(
+    score: Verify, isolated: Sandbox, workspace: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(snapshot, "__defaults__", (1 << 15, 10))
+    (workspace / "large").write_bytes(os.urandom(1 << 16))
     verdict = score(isolated, "echo 1 > /logs/verifier/reward.txt")
     assert (verdict.reward, verdict.correctness) == (0.0, 0.0)
     assert "the workspace holds more than" in verdict.reason
