@@ -184,6 +184,9 @@ class TasksConfig:
     host_env: list[str] = field(default_factory=list)  # variables of the host that verifiers may ask for in vain
     check: bool = True  # oracle → 1 and nop → 0 on every task before the run
     gates: GatesConfig = field(default_factory=GatesConfig)
+    builder: str = "auto"  # of `yoke tasks build`: auto | podman | docker | buildah | apptainer
+    build_jobs: int = 2  # environments built at once
+    build_timeout_s: float = 3600.0  # of one environment
 
 
 @dataclass

@@ -28,11 +28,13 @@ from pipeline.launch.run_directory import RunDirectory
 from pipeline.launch.slurm import SET_BY_US
 from pipeline.launch.snapshot import SOURCE
 from pipeline.report.wandb_log import check_wandb
-from pipeline.sandbox.base import choose_sandbox
-from pipeline.sandbox.images import TASK, fetch_image
+from pipeline.sandbox.base import TASK, choose_sandbox
+from pipeline.sandbox.builds import build_missing, find_build
+from pipeline.sandbox.images import fetch_image
 from pipeline.stages.advantage import configured_reward
 from pipeline.stages.integrity import check_gates
 from pipeline.stages.schedule import weighted_cycle
+from pipeline.tasks.harbor import HarborTask
 from pipeline.tasks.sets import KINDS, describe
 
 
@@ -199,6 +201,14 @@ def check_tasks_readable(config: Config, run: RunDirectory) -> str:
     train, test = (load_split(config, run, split) for split in ("train", "test"))
     inspect_files(config, train, test)
     if config.sandbox.image == TASK:
-        for image in sorted({task.image for task in (*train, *test)} - {""}):
-            fetch_image(replace(config.sandbox, image=image))
+        for task in {task.image: task for task in (*train, *test) if task.image}.values():
+            _have_environment(config, task)
     return f"{describe(train)} for training, {describe(test)} held out"
+
+
+def _have_environment(config: Config, task: HarborTask) -> None:
+    """Built before, or an image that is fetched now."""
+    if find_build(task.image) is None:
+        if "://" not in task.image:
+            raise UserError(build_missing(task.image, task.ref.task_id))
+        fetch_image(replace(config.sandbox, image=task.image))

@@ -12,6 +12,7 @@ import csv
 import io
 import itertools
 import json
+import logging
 import os
 import re
 import shutil
@@ -29,14 +30,17 @@ from pathlib import Path
 from pipeline.config import SandboxConfig, UserError
 from pipeline.records import Inside
 from pipeline.sandbox import seccomp
-from pipeline.sandbox.base import HOME, PATH, WORKSPACE, SandboxError, SandboxSpec
+from pipeline.sandbox.base import HOME, PATH, TASK, WORKSPACE, SandboxError, SandboxSpec
 from pipeline.sandbox.bubblewrap import ETC, HIDDEN, HOST_ETC, START_S, counts_by_namespace
+from pipeline.sandbox.builds import build_missing, complaint, find_build
 from pipeline.sandbox.disk import DiskWatch, writable_places
-from pipeline.sandbox.images import TASK, Image, find, host_system, kept_as
-from pipeline.sandbox.layer import LAYER
+from pipeline.sandbox.images import Image, find, host_system, kept_as
+from pipeline.sandbox.layer import LAYER, ROOT_LAYER, ROOT_PARTS
 from pipeline.sandbox.process import supervised
 from pipeline.sandbox.running import Ends, Log, RunningSandbox, memory_file, readable
 from pipeline.sandbox.watch import TreeWatch, listed
+
+logger = logging.getLogger(__name__)
 
 OLDEST = (1, 1)  # the first that needs no root to set it up
 MODES = (("--userns",), ())  # with user namespaces; else as an administrator has set it up, set-user-id
@@ -94,11 +98,19 @@ class Program:
             Mount(str(FIRST), FIRST_INSIDE),
             *(Mount(str(path), str(path)) for path in spec.read_only),
             *(Mount(str(host), inside, writable) for host, inside, writable in spec.mounts),
-            Mount(str(spec.workspace or scratch / "workspace"), WORKSPACE, writable=True),
         ]
+        if not image.own_workspace:
+            mounts.append(Mount(str(spec.workspace or scratch / "workspace"), WORKSPACE, writable=True))
         options = [word for mount in mounts for word in ("--mount", mount.option())]
+        if image.writable:
+            options += ["--overlay", str(_changes(scratch, spec))]
         inner = [image.python, "-I", "-S", FIRST_INSIDE, *map(str, descriptors)]
         return [self.path, "--silent", "exec", *self.mode, *ISOLATION, *options, str(image.path), *inner]
+
+
+def _python() -> tuple[str, str]:
+    """This interpreter, and its installation."""
+    return os.path.realpath(sys.executable), os.path.realpath(sys.base_prefix)
 
 
 def _proc(names: tuple[str, ...]) -> list[str]:
@@ -134,19 +146,29 @@ class ApptainerSandbox:
         self._filter = seccomp.program(nesting=False)
 
     @property
+    def of_tasks(self) -> bool:
+        """Whether each task has its own image."""
+        return self._config.image == TASK
+
+    @property
     def version(self) -> str:
         """Of the program."""
         return self._program.version
 
     def _variants(self, name: str) -> list[Image]:
         """The file system of that name, with each Python that process 1 could run on: this one, and an image's own."""
-        python, base = os.path.realpath(sys.executable), os.path.realpath(sys.base_prefix)
+        if name:
+            return self._pythons(find(name, self._program.path, self._config.pull_timeout_s))
+        python, base = _python()
+        image = host_system(python, HOST_ETC)
         in_system = Path(base).is_relative_to("/usr")
-        if not name:
-            image = host_system(python, HOST_ETC)
-            return [image if in_system else replace(image, binds=(*image.binds, (base, base)))]
-        image = find(name, self._program.path, self._config.pull_timeout_s)
-        return [*(() if in_system else (replace(image, binds=((base, base),), python=python),)), image]
+        return [image if in_system else replace(image, binds=(*image.binds, (base, base)))]
+
+    def _pythons(self, image: Image) -> list[Image]:
+        python, base = _python()
+        if Path(base).is_relative_to("/usr"):
+            return [image]
+        return [replace(image, binds=((base, base),), python=python), image]
 
     def probe(self) -> str | None:
         """Build one sandbox around `true`, by the first way that works. Returns why none did, or None."""
@@ -170,14 +192,29 @@ class ApptainerSandbox:
 
     async def _image_of(self, spec: SandboxSpec) -> Image:
         """Raises SandboxError when the task's own image is not at hand, or nothing runs in it."""
-        name = spec.image if self._config.image == TASK else ""
+        name = spec.image if self.of_tasks else ""
         if name not in self._images:
-            if name and not kept_as(name).exists():
-                raise SandboxError(f"{name} is not at hand: run yoke check sandbox.image={TASK} where a network is")
-            images = self._variants(name) if name else self._default
-            if complaint := await self._probe(name, images):
-                raise SandboxError(f"{name}: {complaint}")
+            images = await asyncio.to_thread(self._of_task, name) if name else self._default
+            if trouble := await self._probe(name, images):
+                raise SandboxError(f"{name}: {trouble}")
+            if images[0].writable and not self._images[name].writable:
+                logger.warning("%s: no overlay can be mounted here, so agents cannot write to it", name)
         return self._images[name]
+
+    def _of_task(self, name: str) -> list[Image]:
+        """A task's own image, in each way that could work. Raises SandboxError when it is not at hand."""
+        build = find_build(name)
+        if build is not None:
+            if wrong := complaint(build):
+                raise SandboxError(wrong)
+            env = tuple(build.env.items())
+            own = Image(build.path, own=True, env=env, workdir=build.workdir, own_workspace=build.own_workspace)
+            return [replace(image, writable=writable) for writable in (True, False) for image in self._pythons(own)]
+        if "://" not in name:
+            raise SandboxError(build_missing(name))
+        if not kept_as(name).exists():
+            raise SandboxError(f"{name} is not at hand: run yoke check sandbox.image={TASK} where a network is")
+        return self._variants(name)
 
     async def launch(self, spec: SandboxSpec) -> RunningSandbox:
         """See Sandbox.launch."""
@@ -256,11 +293,11 @@ class ApptainerSandbox:
         limits = {"NOFILE": config.open_files, "FSIZE": config.file_mb << 20, "CORE": 0}
         if program.mode and counts_by_namespace():
             limits["NPROC"] = config.processes
-        path = {"PATH": PATH} if image.host else {}  # an image has its own
+        path = {"PATH": PATH} if image.host else dict(image.env)  # an image has its own
         return {
             "argv": spec.argv,
-            "env": {**path, "HOME": HOME, "LANG": "C.UTF-8", "TMPDIR": "/tmp", **spec.env},
-            "directory": WORKSPACE,
+            "env": {"LANG": "C.UTF-8", **path, "HOME": HOME, "TMPDIR": "/tmp", **spec.env},
+            "directory": (spec.directory or image.workdir or WORKSPACE) if image.own else WORKSPACE,
             "port": spec.listen_port,
             "limits": limits,
             "output": output,
@@ -271,6 +308,8 @@ class ApptainerSandbox:
 def furnish(scratch: Path, spec: SandboxSpec) -> None:
     """Make what a sandbox may write to in ``scratch``, and the names of its only user."""
     written = _written(scratch, spec)
+    for name in ROOT_PARTS:
+        (_changes(scratch, spec) / name).mkdir(parents=True, exist_ok=True)
     for place in (scratch / "etc", scratch / "workspace", *written.values()):
         place.mkdir(parents=True, exist_ok=True)
     written["/tmp"].chmod(0o1777)
@@ -281,6 +320,11 @@ def furnish(scratch: Path, spec: SandboxSpec) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.touch(mode=0o600)
         path.write_text(text)
+
+
+def _changes(scratch: Path, spec: SandboxSpec) -> Path:
+    """Where what an image has been changed in lies."""
+    return (spec.layer or spec.leave or scratch) / ROOT_LAYER
 
 
 def _written(scratch: Path, spec: SandboxSpec) -> dict[str, Path]:

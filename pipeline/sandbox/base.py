@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import shutil
 import socket
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -15,6 +16,7 @@ from pipeline.records import Inside
 WORKSPACE = "/workspace"
 HOME = "/home/agent"
 PATH = "/usr/local/bin:/usr/bin:/bin"
+TASK = "task"  # sandbox.image: each task's own, as its task.toml says
 
 logger = logging.getLogger(__name__)
 
@@ -32,7 +34,8 @@ class SandboxSpec:
     ``mounts`` (host path, path inside, writable) elsewhere. With ``listen_port`` a socket listens inside at
     127.0.0.1:port and is handed to the caller, and the command waits for ``go()``. ``stdin`` is the text it reads
     (None: nothing). stdout and stderr are appended to ``stdout``. ``timeout_s`` counts from ``go()``.
-    ``image`` is the name of the task's own, which only sandbox.image=task asks for.
+    ``image`` is the name of the task's own, which only sandbox.image=task asks for, and ``directory`` where the command
+    starts in an image (else where the image says, else /workspace).
 
     What the command writes outside of ``workspace`` and ``mounts`` is lost, but for ``leave``: a directory that gets it
     when all inside is dead, HOME as ``home``, /tmp as ``tmp`` and the changes to an image as ``root/upper``. ``layer``
@@ -50,6 +53,7 @@ class SandboxSpec:
     stdout: Path | None = None
     timeout_s: float = 60.0
     image: str = ""
+    directory: str = ""
     leave: Path | None = None
     layer: Path | None = None
 
@@ -137,6 +141,8 @@ def choose_sandbox(config: SandboxConfig) -> tuple[Sandbox, str]:
     if config.kind not in ("auto", *KINDS):
         raise UserError(f"sandbox.kind={config.kind} is unknown; choose one of: auto, {', '.join(KINDS)}")
     wanted = KINDS[:2] if config.kind == "auto" else (config.kind,)
+    if config.kind == "auto" and config.image == TASK and shutil.which("apptainer"):
+        wanted = wanted[::-1]  # it runs what was built, and what was only fetched
     complaints = []
     for kind in wanted:
         try:
@@ -157,12 +163,12 @@ def _try(kind: str, config: SandboxConfig) -> tuple[Sandbox, str]:
     from pipeline.sandbox.bubblewrap import BubblewrapSandbox
 
     if kind == "bubblewrap":
-        if config.image:
-            raise UserError(f"it has no images, and sandbox.image={config.image}")
+        if config.image not in ("", TASK):
+            raise UserError(f"it has no images but those of tasks, and sandbox.image={config.image}")
         bubblewrap = BubblewrapSandbox(config)
         if complaint := bubblewrap.probe():
             raise UserError(f"it cannot build a sandbox here: {complaint}")
-        return bubblewrap, kind
+        return bubblewrap, f"{kind}, in the tasks' own environments" if config.image else kind
     apptainer = ApptainerSandbox(config)
     if complaint := apptainer.probe():
         raise UserError(f"it cannot build a sandbox here: {complaint}")

@@ -6,6 +6,7 @@ descriptor, so neither `ps` on the host nor /proc inside shows a key, and its ow
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import importlib.util
 import json
@@ -19,14 +20,16 @@ import subprocess
 import sys
 import time
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 
 from pipeline.config import SandboxConfig, UserError
 from pipeline.records import Inside
 from pipeline.sandbox import seccomp
-from pipeline.sandbox.base import HOME, PATH, WORKSPACE, SandboxError, SandboxSpec
+from pipeline.sandbox.base import HOME, PATH, TASK, WORKSPACE, SandboxError, SandboxSpec
+from pipeline.sandbox.builds import ROOT, Build, again, build_missing, complaint, find_build
 from pipeline.sandbox.disk import DiskWatch, writable_places
-from pipeline.sandbox.layer import LAYER, snapshot
+from pipeline.sandbox.layer import LAYER, ROOT_LAYER, ROOT_PARTS, snapshot
 from pipeline.sandbox.running import Ends, Log, RunningSandbox, memory_file, readable
 from pipeline.sandbox.watch import TreeWatch, listed
 
@@ -51,15 +54,16 @@ import sys, os, _socket, _signal, resource
 _signal.signal(_signal.SIGPIPE, _signal.SIG_DFL)  # Python ignores it, and what it becomes would too
 fd, port, limits, argv = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4:]
 control = _socket.socket(-1, -1, -1, fd)
-listener = _socket.socket(_socket.AF_INET, _socket.SOCK_STREAM)
-listener.setsockopt(_socket.SOL_SOCKET, _socket.SO_REUSEADDR, 1)
-listener.bind(("127.0.0.1", port))
-listener.listen(128)
-sockets = _socket.socket(_socket.AF_NETLINK, _socket.SOCK_RAW, 4)  # NETLINK_SOCK_DIAG
-handed = b"".join(given.fileno().to_bytes(4, sys.byteorder) for given in (listener, sockets))
-control.sendmsg([b"l"], [(_socket.SOL_SOCKET, _socket.SCM_RIGHTS, handed)])
-sockets.close()
-listener.close()
+if port:
+    listener = _socket.socket(_socket.AF_INET, _socket.SOCK_STREAM)
+    listener.setsockopt(_socket.SOL_SOCKET, _socket.SO_REUSEADDR, 1)
+    listener.bind(("127.0.0.1", port))
+    listener.listen(128)
+    sockets = _socket.socket(_socket.AF_NETLINK, _socket.SOCK_RAW, 4)  # NETLINK_SOCK_DIAG
+    handed = b"".join(given.fileno().to_bytes(4, sys.byteorder) for given in (listener, sockets))
+    control.sendmsg([b"l"], [(_socket.SOL_SOCKET, _socket.SCM_RIGHTS, handed)])
+    sockets.close()
+    listener.close()
 if control.recv(1) != b"g":
     os._exit(125)
 control.close()
@@ -97,11 +101,20 @@ class BubblewrapSandbox:
         self._filter = seccomp.program()
         if self._filter is None:
             logger.warning("no system call filter for %s: keyrings of the host's user can be read", os.uname().machine)
-        self._fixed = (*_namespaces(), *_system(), *_scratch(self._size), *_interpreter())
+        self._fixed = (*_namespaces(), *_system(), *_etc(), *_scratch(self._size), *_interpreter())
+        self._images: dict[str, Image] = {}
+
+    @property
+    def of_tasks(self) -> bool:
+        """Whether each task has its own image."""
+        return self._config.image == TASK
 
     def probe(self) -> str | None:
         """Build one sandbox around `true`. Returns why that failed, in bubblewrap's words, or None."""
-        command = [self._bwrap, *self._fixed, "--", "true"]
+        return self._try([*self._fixed, "--", "true"])
+
+    def _try(self, words: list[str]) -> str | None:
+        command = [self._bwrap, *words]
         try:
             done = subprocess.run(command, env={"PATH": PATH}, capture_output=True, timeout=START_S, check=False)
         except (OSError, subprocess.TimeoutExpired) as error:
@@ -110,8 +123,11 @@ class BubblewrapSandbox:
 
     async def launch(self, spec: SandboxSpec) -> RunningSandbox:
         """See Sandbox.launch."""
+        image = await asyncio.to_thread(self._image_of, spec)
         held = ExitStack()
-        for place in on_disk(spec).values():
+        root = spec.layer or spec.leave
+        overlay = [root / ROOT_LAYER / name for name in ROOT_PARTS] if image is not None and root is not None else []
+        for place in (*on_disk(spec).values(), *overlay):
             place.mkdir(parents=True, exist_ok=True)
         disk = DiskWatch(writable_places(spec), self._config)
         try:
@@ -119,7 +135,7 @@ class BubblewrapSandbox:
             held.callback(log.close)
             with ExitStack() as given:
                 ends = Ends(held, given)
-                popen = self._start(spec, ends, given, log)
+                popen = self._start(spec, image, ends, given, log)
             held.callback(_reap, popen)
             pid = await _first_process(ends.status, log)
             leader = _hold(pid, log)
@@ -157,28 +173,57 @@ class BubblewrapSandbox:
             tuple(place[1:] for place in _in_memory(spec)),
         )
 
-    def _start(self, spec: SandboxSpec, ends: Ends, given: ExitStack, log: Log) -> subprocess.Popen[bytes]:
+    def _image_of(self, spec: SandboxSpec) -> Image | None:
+        """The task's own, tried once. Raises SandboxError when it is not at hand, or nothing runs in it."""
+        if not self.of_tasks or not spec.image:
+            return None
+        if spec.image not in self._images:
+            build = find_build(spec.image)
+            if build is None:
+                raise SandboxError(build_missing(spec.image))
+            if build.form != ROOT:
+                raise SandboxError(f"{build.path} is for Apptainer: set sandbox=apptainer, or {again(build.place)}")
+            if wrong := complaint(build):
+                raise SandboxError(wrong)
+            self._images[spec.image] = self._tried(build)
+        return self._images[spec.image]
+
+    def _tried(self, build: Build) -> Image:
+        """With the Python that its first program runs on: this one, else the image's own. Raises SandboxError."""
+        complaints = []
+        for python, binds in ((self._python, _interpreter()), ("python3", [])):
+            image = Image(build, python, (*_namespaces(), *_over(build, None), *_etc(), *_scratch(self._size), *binds))
+            wrong = self._try([*image.fixed, "--", python, "-I", "-S", "-c", "import _socket, resource"])
+            if wrong is None:
+                return image
+            complaints.append(f"{python}: {wrong}")
+        raise SandboxError(f"nothing runs in {build.path}: {'; '.join(complaints)}")
+
+    def _start(
+        self, spec: SandboxSpec, image: Image | None, ends: Ends, given: ExitStack, log: Log
+    ) -> subprocess.Popen[bytes]:
         theirs = ends.theirs.fileno()
         passed = [ends.status_end, theirs]
         options = [
-            *self._fixed,
-            *_environment(spec),
-            *_binds(spec, self._size),
+            *(self._fixed if image is None else image.options(spec)),
+            *_environment(spec, image),
+            *_binds(spec, self._size, image),
             "--json-status-fd",
             str(ends.status_end),
         ]
         for path, text in spec.home_files.items():
             passed.append(memory_file(given, text.encode()))
             options += ["--perms", "0600", "--file", str(passed[-1]), f"{HOME}/{path}"]
-        if spec.listen_port is None:
+        if spec.listen_port is None and image is None:
             options += ["--block-fd", str(theirs)]
         if self._filter is not None:
             passed.append(memory_file(given, self._filter))
             options += ["--seccomp", str(passed[-1])]
-        options += [*(word for place in READ_ONLY for word in ("--remount-ro", place)), "--chdir", WORKSPACE]
+        frozen = READ_ONLY if image is None else READ_ONLY[:-1]
+        options += [*(word for place in frozen for word in ("--remount-ro", place)), "--chdir", _directory(spec, image)]
         passed.append(memory_file(given, b"".join(os.fsencode(option) + b"\0" for option in options)))
         return subprocess.Popen(
-            [self._bwrap, "--args", str(passed[-1]), "--", *self._command(spec, theirs)],
+            [self._bwrap, "--args", str(passed[-1]), "--", *self._command(spec, image, theirs)],
             env={"PATH": PATH},  # readable inside at /proc/1/environ: nothing of ours
             cwd="/",
             pass_fds=passed,
@@ -188,16 +233,17 @@ class BubblewrapSandbox:
             start_new_session=True,
         )
 
-    def _command(self, spec: SandboxSpec, control: int) -> list[str]:
+    def _command(self, spec: SandboxSpec, image: Image | None, control: int) -> list[str]:
         config = self._config
         # Never AS: Node reserves far more than it uses.
         limits = {"NOFILE": config.open_files, "FSIZE": config.file_mb << 20, "CORE": 0}
         if counts_by_namespace():
             limits["NPROC"] = config.processes
-        if spec.listen_port is None:
+        if spec.listen_port is None and image is None:
             return ["prlimit", *(f"--{name.lower()}={value}" for name, value in limits.items()), "--", *spec.argv]
         joined = ",".join(f"{name}={value}" for name, value in limits.items())
-        return [self._python, "-I", "-S", "-c", INNER, str(control), str(spec.listen_port), joined, *spec.argv]
+        python = self._python if image is None else image.python
+        return [python, "-I", "-S", "-c", INNER, str(control), str(spec.listen_port or 0), joined, *spec.argv]
 
     async def _release(
         self, spec: SandboxSpec, ends: Ends, held: ExitStack, log: Log
@@ -243,9 +289,38 @@ def _system() -> list[str]:
             options += ["--ro-bind", name, name]
     for name in HOST_ETC:
         options += ["--ro-bind-try", f"/etc/{name}", f"/etc/{name}"]
-    for file in sorted(ETC.iterdir()):
-        options += ["--ro-bind", str(file), f"/etc/{file.name}"]
     return options
+
+
+def _etc() -> list[str]:
+    return [word for file in sorted(ETC.iterdir()) for word in ("--ro-bind", str(file), f"/etc/{file.name}")]
+
+
+@dataclass(frozen=True)
+class Image:
+    """A built environment as bubblewrap runs it. ``fixed`` are the options without a place for changes."""
+
+    build: Build
+    python: str
+    fixed: tuple[str, ...]
+
+    def options(self, spec: SandboxSpec) -> list[str]:
+        """With the root directory that the command may write to."""
+        lost = _over(self.build, None)
+        began = len(_namespaces())
+        return [*self.fixed[:began], *_over(self.build, spec.layer or spec.leave), *self.fixed[began + len(lost) :]]
+
+
+def _over(build: Build, layer: Path | None) -> list[str]:
+    """The image as the root directory, below what is written: in ``layer``, or in memory and lost."""
+    lower = ["--overlay-src", str(build.path)]
+    if layer is None:
+        return [*lower, "--tmp-overlay", "/"]
+    return [*lower, "--overlay", *(str(layer / ROOT_LAYER / name) for name in ROOT_PARTS), "/"]
+
+
+def _directory(spec: SandboxSpec, image: Image | None) -> str:
+    return WORKSPACE if image is None else spec.directory or image.build.workdir or WORKSPACE
 
 
 def _scratch(size: int) -> list[str]:
@@ -262,17 +337,20 @@ def _interpreter() -> list[str]:
     return [] if Path(base).is_relative_to("/usr") else ["--ro-bind", base, base]
 
 
-def _environment(spec: SandboxSpec) -> list[str]:
-    environment = {"PATH": PATH, "HOME": HOME, "LANG": "C.UTF-8", "TMPDIR": "/tmp", **spec.env}
+def _environment(spec: SandboxSpec, image: Image | None) -> list[str]:
+    own = {} if image is None else image.build.env
+    environment = {"PATH": PATH, "LANG": "C.UTF-8", **own, "HOME": HOME, "TMPDIR": "/tmp", **spec.env}
     return ["--clearenv", *(word for item in environment.items() for word in ("--setenv", *item))]
 
 
-def _binds(spec: SandboxSpec, size: int) -> list[str]:
+def _binds(spec: SandboxSpec, size: int, image: Image | None) -> list[str]:
     options = [word for inside, host in on_disk(spec).items() for word in ("--bind", str(host), inside)]
     for path in spec.read_only:
         options += ["--ro-bind", str(path), str(path)]
     for host, inside, writable in spec.mounts:
         options += ["--bind" if writable else "--ro-bind", str(host), inside]
+    if image is not None and image.build.own_workspace:
+        return options
     if spec.workspace is None:
         return [*options, "--perms", "0755", "--size", str(size), "--tmpfs", WORKSPACE]
     return [*options, "--bind", str(spec.workspace), WORKSPACE]

@@ -20,11 +20,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pipeline.config import SandboxConfig, UserError, yoke_home
-from pipeline.sandbox.base import HOME
+from pipeline.sandbox.base import HOME, TASK
 
 logger = logging.getLogger(__name__)
 
-TASK = "task"  # sandbox.image: each task's own, as its task.toml says
 CLAIM_S = 30.0  # a claim that nobody has renewed for so long is a dead builder's
 WAIT_S = 1.0
 ROOT_LINKS = ("bin", "sbin", "lib", "lib32", "lib64")
@@ -51,6 +50,11 @@ class Image:
     binds: tuple[tuple[str, str], ...] = ()
     python: str = "python3"
     host: bool = False  # the machine's own system
+    own: bool = False  # of a task, built for it; with what follows
+    env: tuple[tuple[str, str], ...] = ()
+    workdir: str = ""
+    own_workspace: bool = False
+    writable: bool = False  # below an overlay
 
 
 def folder() -> Path:

@@ -16,14 +16,15 @@ from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 
 from pipeline.sandbox.base import HOME, WORKSPACE
-from pipeline.sandbox.changes import Changes
+from pipeline.sandbox.builds import Build
+from pipeline.sandbox.changes import Changes, without_startup_code
 from pipeline.sandbox.disk import BLOCK
 
 SNAPSHOT_BYTES = 4 << 30
 SNAPSHOT_FILES = 250_000  # twice what sandbox.workspace_files lets a rollout have: a backstop, no limit of its own
 CHUNK = 1 << 20
 LAYER = {HOME: "home", "/tmp": "tmp"}  # place inside → directory of a layer; with an image also ROOT
-ROOT = "root"  # as Apptainer wants it: root/upper and root/work
+ROOT_LAYER, ROOT_PARTS = "root", ("upper", "work")  # as Apptainer wants them
 LINKED = tuple(map(PurePosixPath, (WORKSPACE, HOME, "/usr", "/opt", "/bin", "/lib", "/lib64", "/sbin")))
 APART = tuple(map(PurePosixPath, ("/tests", "/logs", "/solution", "/proc", "/dev", "/sys")))  # never a link's target
 WHITEOUT = stat.S_IFCHR  # of an overlay file system: a device 0/0 stands for a name that was removed
@@ -69,12 +70,18 @@ def snapshot(
                 _copy_marks(f"{source}/{name}", copy)
 
 
-def copy_layer(source: Path, target: Path) -> None:
-    """Copy what a sandbox left. Raises WorkspaceTooLarge."""
+def copy_layer(source: Path, target: Path, image: Build | None) -> None:
+    """Copy what a sandbox left; of changes to ``image`` what its verifier may see. Raises WorkspaceTooLarge."""
     target.mkdir()
+    source.mkdir(exist_ok=True)  # a command that never ran has left nothing
     for inside, name in LAYER.items():
         own_directory(source / name)
         snapshot(source / name, target / name, inside=inside)
+    upper = Path(ROOT_LAYER, ROOT_PARTS[0])
+    if (source / upper).is_dir() and image is not None:
+        (target / ROOT_LAYER).mkdir()
+        snapshot(source / upper, target / upper, inside="", changes=Changes(image.has(), image.search_path))
+        without_startup_code(target / upper)
 
 
 def remove_tree(path: Path) -> None:
@@ -104,7 +111,7 @@ def link_stays(link: PurePosixPath, target: str, anywhere: bool = False) -> bool
     some link names, and none may name / or what holds the tests.
     """
     there = link.parent
-    parts = [part for part in PurePosixPath(target).parts if part != "/"]
+    parts = [part for part in target.split("/") if part not in ("", ".")]
     if target.startswith("/"):
         there = PurePosixPath("/")
     while parts and parts[0] == "..":

@@ -15,8 +15,8 @@ from pipeline.records import Verdict
 from pipeline.report.store import write_json
 from pipeline.sandbox.base import Sandbox, SandboxError, SandboxSpec
 from pipeline.sandbox.layer import remove_tree
-from pipeline.stages.verification import readable_inside, run_to_end, shell_of, tail, ungraded, verify
-from pipeline.tasks.harbor import HarborTask, prepare_workspace
+from pipeline.stages.verification import lay_out, readable_inside, run_to_end, shell_of, tail, ungraded, verify
+from pipeline.tasks.harbor import HarborTask
 
 CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "yoke" / "gates.json"
 EQUAL = 1e-9
@@ -102,13 +102,13 @@ async def _check_task(task: HarborTask, sandbox: Sandbox) -> list[GateFailure]:
 
 async def _nop(task: HarborTask, sandbox: Sandbox, place: Path) -> Verdict:
     workspace = place / "nop"
-    prepare_workspace(task, workspace)
+    lay_out(task, workspace, sandbox)
     return await verify(task, workspace, sandbox, place, control=False)
 
 
 async def _oracle(task: HarborTask, solution: Path, sandbox: Sandbox, place: Path) -> Verdict:
     workspace = place / "oracle"
-    prepare_workspace(task, workspace)
+    lay_out(task, workspace, sandbox)
     scripts = readable_inside(sandbox, solution.parent, place / "solution", {"/workspace": workspace})
     spec = SandboxSpec(
         argv=(shell_of(solution), "/solution/solve.sh"),
@@ -117,6 +117,7 @@ async def _oracle(task: HarborTask, solution: Path, sandbox: Sandbox, place: Pat
         stdout=place / "output",
         timeout_s=task.agent_timeout_s,
         image=task.image,
+        directory=task.workdir or "",
         leave=place / "left",
     )
     try:

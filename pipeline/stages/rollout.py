@@ -25,11 +25,12 @@ from pipeline.engine.server import SERVED_MODEL_NAME
 from pipeline.harness.base import Endpoint, HarnessLaunch, HarnessRecipe, get_harness
 from pipeline.records import GroupSpec, Outcome, PolicyVersion, RolloutRecord, Trace, Verdict
 from pipeline.sandbox.base import Sandbox, SandboxError, SandboxSpec
+from pipeline.sandbox.builds import find_build
 from pipeline.sandbox.layer import WorkspaceTooLarge, copy_layer, own_directory, remove_tree, snapshot
 from pipeline.stages.outcome import SIGNALS, Decision, End, credit, decide, spoilt
 from pipeline.stages.tool_calls import ToolCalls, count_tool_calls, matches
-from pipeline.stages.verification import kept_layer, verify
-from pipeline.tasks.harbor import HarborTask, load_task, prepare_workspace
+from pipeline.stages.verification import kept_layer, lay_out, verify
+from pipeline.tasks.harbor import HarborTask, load_task
 
 INSIDE_PORT = 8000
 NO_VERSION = PolicyVersion(0, 0)
@@ -100,7 +101,7 @@ class Workshop:
         recipe = get_harness(spec.harness)
         async with self._directory() as place:
             try:
-                await asyncio.to_thread(prepare_workspace, task, place / "workspace")
+                await asyncio.to_thread(lay_out, task, place / "workspace", self.sandbox)
                 end, logged = await self._run_harness(recipe, task, session, place, timeout_s)
                 end = replace(end, outage=self.engine_trouble_since(started))
                 calls = count_tool_calls(end.trace, recipe, logged)
@@ -147,6 +148,7 @@ class Workshop:
                 stdout=place / "output",
                 timeout_s=min(timeout_s, task.agent_timeout_s),
                 image=task.image,
+                directory=task.workdir or "",
                 leave=place / "left",
             )
         )
@@ -199,7 +201,7 @@ class Workshop:
             own_directory(place / "workspace")
             with suppress(WorkspaceTooLarge):
                 snapshot(place / "workspace", target)
-                copy_layer(place / "left", kept_layer(target))
+                copy_layer(place / "left", kept_layer(target), find_build(load_task(spec.task.path).image))
 
 
 @dataclass(frozen=True)

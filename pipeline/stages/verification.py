@@ -19,6 +19,7 @@ from pathlib import Path
 
 from pipeline.records import Verdict
 from pipeline.sandbox.base import Sandbox, SandboxError, SandboxExit, SandboxSpec
+from pipeline.sandbox.builds import find_build
 from pipeline.sandbox.layer import WorkspaceTooLarge, copy_layer, remove_tree, snapshot
 from pipeline.sandbox.process import ProcessSandbox
 from pipeline.tasks.harbor import HarborTask, prepare_workspace
@@ -72,11 +73,17 @@ async def verify(
 async def _scores_untouched(place: Path, task: HarborTask, sandbox: Sandbox) -> bool:
     """Whether the tests end with a score where no agent has been."""
     try:
-        await asyncio.to_thread(prepare_workspace, task, place / "untouched")
+        await asyncio.to_thread(lay_out, task, place / "untouched", sandbox)
         await _score(place / "control", task, place / "untouched", None, sandbox)
     except (NoScore, WorkspaceTooLarge, SandboxError, OSError):
         return False
     return True
+
+
+def lay_out(task: HarborTask, workspace: Path, sandbox: Sandbox) -> None:
+    """Fill ``workspace`` as the agent finds it. Raises UserError."""
+    own = bool(task.image) and bool(getattr(sandbox, "of_tasks", False))
+    prepare_workspace(task, workspace, built=own and find_build(task.image) is not None)
 
 
 def ungraded(reason: str) -> Verdict:
@@ -129,7 +136,7 @@ async def _score(place: Path, task: HarborTask, workspace: Path, layer: Path | N
         (logs / name).mkdir(parents=True)
     await asyncio.to_thread(snapshot, workspace, place / "workspace")
     if layer is not None:
-        await asyncio.to_thread(copy_layer, layer, place / "layer")
+        await asyncio.to_thread(copy_layer, layer, place / "layer", find_build(task.image))
     places = {"/workspace": place / "workspace", "/logs": logs, "/tests": place / "tests"}
     tests = readable_inside(sandbox, task.tests, place / "tests", places)
     spec = SandboxSpec(
@@ -140,6 +147,7 @@ async def _score(place: Path, task: HarborTask, workspace: Path, layer: Path | N
         stdout=place / "output",
         timeout_s=task.verifier_timeout_s,
         image=task.image,
+        directory=task.workdir or "",
         layer=place / "layer" if layer is not None else None,
     )
     exit_ = await run_to_end(sandbox, spec)

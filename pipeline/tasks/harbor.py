@@ -21,6 +21,7 @@ from pydantic import BaseModel, ConfigDict, PositiveFloat, ValidationError
 
 from pipeline.config import UserError
 from pipeline.records import TaskRef
+from pipeline.tasks.environments import environment_name
 
 BUILD_FILES = ("Dockerfile*", "*.Dockerfile", "*compose*.y*ml", ".dockerignore")
 ANSWERS = ("solution", "task.toml")  # authors copy these into environment/ by mistake
@@ -77,7 +78,7 @@ class HarborTask:
     verifier_env: dict[str, str] = field(default_factory=dict)
     host_env: tuple[str, ...] = ()
     workdir: str | None = None
-    image: str = ""  # environment.docker_image as an address: docker://…
+    image: str = ""  # the name of its environment: docker://… or build:…; "" for this machine's system
     metadata: dict[str, Any] = field(default_factory=dict)
 
 
@@ -108,7 +109,7 @@ def load_task(path: Path | str, task_id: str | None = None) -> HarborTask:
         verifier_env=env,
         host_env=host_env,
         workdir=config.environment.workdir,
-        image=f"docker://{config.environment.docker_image}" if config.environment.docker_image else "",
+        image=environment_name(root, config.environment.docker_image),
         metadata=config.metadata,
     )
 
@@ -169,8 +170,9 @@ def _ids(root: Path, paths: list[Path]) -> list[str]:
     return ids
 
 
-def prepare_workspace(task: HarborTask, directory: Path) -> None:
-    """Fill ``directory`` as the agent finds it: environment/workspace/, else environment/ without its build files.
+def prepare_workspace(task: HarborTask, directory: Path, built: bool = False) -> None:
+    """Fill ``directory`` as the agent finds it: environment/workspace/, else environment/ without its build files, of
+    which a ``built`` environment has taken what it needs.
 
     Neither task.toml nor the solution enters, not even as a copy that the author left in environment/.
     Raises UserError when a link leads out of the environment.
@@ -180,7 +182,7 @@ def prepare_workspace(task: HarborTask, directory: Path) -> None:
     answers = {_digest(path) for path in (task.ref.path / "task.toml", task.solution) if path is not None}
     if (environment / "workspace").is_dir():
         _copy_tree(environment / "workspace", directory, (), answers)
-    elif environment.is_dir():
+    elif environment.is_dir() and not built:
         _copy_tree(environment, directory, BUILD_FILES + ANSWERS, answers)
 
 

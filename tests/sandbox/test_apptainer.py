@@ -7,7 +7,6 @@ What a sandbox does on a real Apptainer is tested with the other kinds, in test_
 
 from __future__ import annotations
 
-import _ctypes
 import asyncio
 import os
 import re
@@ -23,6 +22,7 @@ from pathlib import Path
 
 import pytest
 from real_apptainer import needs_apptainer
+from small_system import small_system
 
 from pipeline.cli import compose_config
 from pipeline.config import SandboxConfig, UserError
@@ -352,26 +352,6 @@ needs_images = pytest.mark.skipif(
     bool(lacks) or not os.access("/dev/fuse", os.W_OK) or Path(sys.base_prefix).is_relative_to("/usr"),
     reason=f"needs {' and '.join(NEEDED)}, /dev/fuse, and a Python outside of /usr, which images do not hide",
 )
-
-
-def small_system(root: Path) -> None:
-    """A shell, three programs, their libraries and those of this Python."""
-    programs = [f"/usr/bin/{name}" for name in ("bash", "env", "ls", "true")]
-    for program in [*programs, sys.executable, _ctypes.__file__]:
-        listed = subprocess.run(["ldd", program], capture_output=True, text=True, check=True).stdout
-        for path in [
-            *(programs if program in programs else ()),
-            *re.findall(r"(?<= )/(?:usr/)?lib\S+", listed.replace("\t", " ")),
-        ]:
-            place = root / "usr" / path.removeprefix("/usr/").removeprefix("/")
-            place.parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy(path, place)
-    for name in ("bin", "lib", "lib64"):
-        (root / name).symlink_to(f"usr/{name}")
-    for name in ("dev", "etc", "proc", "tmp", ".singularity.d/env"):
-        (root / name).mkdir(parents=True)
-    (root / "of-the-image").touch()
-    (root / ".singularity.d/env/10-docker2singularity.sh").write_text("export PATH=/usr/bin:/image/bin LEFT_OUT=1\n")
 
 
 @needs_apptainer

@@ -81,7 +81,7 @@ class Bench:
         if self.complaint:
             raise UserError(self.complaint)
 
-    async def _verify(self, *words: object) -> Verdict:
+    async def _verify(self, *words: object, **named: object) -> Verdict:
         self.verified += 1
         return self.verdicts.pop(0) if len(self.verdicts) > 1 else self.verdicts[0]
 

@@ -1,0 +1,198 @@
+"""Environments that `yoke tasks build` has made: how they lie on disk, and that they are as they were built.
+
+``$YOKE_HOME/images/env-KEY/`` holds ``root/`` or ``image.sif``, the names of its programs, and ``manifest.json``. It
+appears whole, by a rename.
+"""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import json
+import os
+import shutil
+import stat
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from pipeline.config import UserError
+from pipeline.sandbox.changes import PROGRAMS
+from pipeline.sandbox.images import folder
+
+MANIFEST = "manifest.json"
+ROOT, SIF = "root", "image.sif"
+FILES = "files.gz"
+KEPT = ("name", "form", "digest", "builder", "env", "workdir", "own_workspace")
+LINKS = 40  # as many as the kernel follows
+
+
+@dataclass(frozen=True)
+class Build:
+    """One built environment. ``digest`` is of its files, or of the .sif file."""
+
+    name: str
+    place: Path
+    form: str  # ROOT or SIF
+    digest: str
+    builder: str
+    env: dict[str, str] = field(default_factory=dict)
+    workdir: str = ""
+    own_workspace: bool = False  # files at /workspace
+
+    @property
+    def path(self) -> Path:
+        """The root directory, or the .sif file."""
+        return self.place / self.form
+
+    @property
+    def search_path(self) -> list[str]:
+        """The directories of its PATH."""
+        return [word for word in self.env.get("PATH", "/usr/local/bin:/usr/bin:/bin").split(":") if word]
+
+    def has(self) -> Callable[[str], bool]:
+        """Tells whether a path, relative to the root, is in the image: of a .sif only what lies among programs."""
+        if self.form == ROOT:
+            return lambda name: _inside(self.path, name)
+        with gzip.open(self.place / FILES, "rt", errors="surrogateescape") as file:
+            known = set(file.read().split("\0"))
+        return known.__contains__
+
+
+def place_of(name: str) -> Path:
+    """Where the environment of that name is kept, or would be."""
+    return folder() / f"env-{hashlib.sha256(name.encode()).hexdigest()[:16]}"
+
+
+def find_build(name: str) -> Build | None:
+    """The environment as it was built, or None. Raises UserError for a manifest that cannot be read."""
+    if not name:
+        return None
+    place = place_of(name)
+    try:
+        told = json.loads((place / MANIFEST).read_text())
+        return Build(place=place, **{key: told[key] for key in KEPT})
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, KeyError) as error:
+        raise UserError(f"{place / MANIFEST} cannot be read ({error}): {again(place)}") from None
+
+
+def build_missing(name: str, task: str = "") -> str:
+    """One line: what is missing, and the command that makes it."""
+    of_task = f" of task {task}" if task else ""
+    where = "where a builder and a network are"
+    return f"the environment{of_task} ({name}) is not built: run yoke tasks build tasks=… {where}"
+
+
+def again(place: Path) -> str:
+    """What to do about a build that is not as it should be."""
+    return f"remove {place} and run `yoke tasks build` again"
+
+
+_checked: dict[Path, str | None] = {}
+_checking = threading.Lock()
+
+
+def complaint(build: Build) -> str | None:
+    """Why it is not what was built, or None. Looked at once a process: it reads all of it."""
+    with _checking:
+        if build.place not in _checked:
+            same = content_digest(build.path) == build.digest
+            words = f"{build.path} is not as it was built (its digest differs from {MANIFEST}'s): {again(build.place)}"
+            _checked[build.place] = None if same else words
+        return _checked[build.place]
+
+
+def publish(
+    name: str, source: Path, builder: str, env: dict[str, str], workdir: str = "", own_workspace: bool = False
+) -> Build:
+    """Put ``source``, a root directory or .sif file in a folder of its own, into its place. The first one stays."""
+    form = ROOT if source.is_dir() else SIF
+    if source.name != form:
+        source = source.rename(source.with_name(form))
+    build = Build(name, place_of(name), form, content_digest(source), builder, env, workdir, own_workspace)
+    told = {key: value for key, value in asdict(build).items() if key != "place"}
+    draft = source.parent
+    (draft / MANIFEST).write_text(json.dumps(told, indent=1) + "\n")
+    try:
+        draft.rename(build.place)
+    except OSError:  # another one was faster
+        if not build.place.is_dir():
+            raise
+        shutil.rmtree(draft, ignore_errors=True)
+    return build
+
+
+def write_names(root: Path, target: Path, path: list[str]) -> None:
+    """Write down what lies among the programs of ``root``, for when it is packed: names, of directories with /. too."""
+    names = []
+    for top in {*PROGRAMS, *(directory.strip("/") for directory in path)}:
+        for name, status in _tree(root, top):
+            names.append(name)
+            if stat.S_ISDIR(status.st_mode):
+                names.append(f"{name}/.")
+    with gzip.open(target, "wt", errors="surrogateescape") as file:
+        file.write("\0".join(names))
+
+
+def content_digest(path: Path) -> str:
+    """SHA-256 of a file, or of a tree: names, kinds, permissions, links and contents."""
+    if path.is_file():
+        return _file_digest(path)
+    whole = hashlib.sha256()
+    for name, status in _tree(path, ""):
+        whole.update(os.fsencode(f"{name}\0{stat.S_IFMT(status.st_mode):o} {stat.S_IMODE(status.st_mode):o}\0"))
+        if stat.S_ISLNK(status.st_mode):
+            whole.update(os.fsencode(os.readlink(path / name)) + b"\0")
+        elif stat.S_ISREG(status.st_mode):
+            whole.update(_file_digest(path / name).encode())
+    return whole.hexdigest()
+
+
+def _file_digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _tree(root: Path, top: str) -> Iterator[tuple[str, os.stat_result]]:
+    """Everything below ``top`` in ``root``, itself too, by name; links are not followed."""
+    waiting = [top]
+    while waiting:
+        name = waiting.pop()
+        path = f"{root}/{name}"
+        if not os.path.lexists(path):
+            continue
+        status = os.lstat(path)
+        yield name, status
+        if stat.S_ISDIR(status.st_mode):
+            waiting += sorted((f"{name}/{entry}" if name else entry for entry in os.listdir(path)), reverse=True)
+
+
+def _inside(root: Path, name: str) -> bool:
+    """Whether a path is in the file system at ``root``, whose links never lead to this machine's own."""
+    parts, at = name.split("/"), list[str]()
+    links = 0
+    while parts:
+        part = parts.pop(0)
+        if part in ("", "."):
+            if part == "." and not os.path.isdir(root.joinpath(*at)):
+                return False
+            continue
+        if part == "..":
+            at = at[:-1]
+            continue
+        path = root.joinpath(*at, part)
+        if parts and path.is_symlink():
+            links += 1
+            target = os.readlink(path)
+            at = [] if target.startswith("/") else at
+            parts = target.split("/") + parts
+            if links > LINKS:
+                return False
+            continue
+        if not os.path.lexists(path):
+            return False
+        at.append(part)
+    return True
