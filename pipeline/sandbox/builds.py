@@ -127,7 +127,7 @@ def publish(
 
 def write_names(root: Path, target: Path, path: list[str]) -> None:
     """Write down what lies among the programs of ``root``, for when it is packed: names, of directories with /. too."""
-    names = []
+    names = [name for entry in os.scandir(root) for name in (entry.name, f"{entry.name}/.") if entry.is_dir()]
     for top in {*PROGRAMS, *(directory.strip("/") for directory in path)}:
         for name, status in _tree(root, top):
             names.append(name)
