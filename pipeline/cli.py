@@ -54,7 +54,6 @@ class Job:
     group: str = ""  # the configuration group that `--some-key value` means
     words: str = ""  # what it takes before its settings, for the usage; its function gets them as a second argument
     sweep: str = ""  # module:function that -m calls instead, with the parsed overrides and compose_config
-    assumed: tuple[str, ...] = ()  # settings that it can do without, where others ask for them
     over_saved: bool = False  # its settings lie over those that the run directory was made with
     own: tuple[str, ...] = ()  # words key=value that are its own, and no settings
 
@@ -110,12 +109,6 @@ JOBS: dict[str, Job] = {
         "pipeline.launch.harnesses:run",
         words="list | install NAME… | check NAME… | table NAME… | lock NAME… (--all: every harness)",
     ),
-    "tasks": Job(
-        "build the environments of tasks, off the cluster or on a login node (docs/environments.md)",
-        "pipeline.launch.environments:run",
-        words="build [--list] | list",
-        assumed=("tasks.test=null",),
-    ),
     "simulate": Job(
         "what a job of these settings would do on 1 to 128 nodes, on a virtual clock (docs/scale.md)",
         "pipeline.launch.simulate:run",
@@ -126,9 +119,9 @@ JOBS: dict[str, Job] = {
         words="[--json]",
     ),
     "tasks": Job(
-        "the task sets of tasks=…: how many tasks, of what level; whether they give an answer away (docs/tasks.md)",
+        "the task sets of tasks=…: how many, of what level; do they give an answer away (docs/tasks.md); build them",
         "pipeline.launch.tasks:run",
-        words="list | check",
+        words="list | check | build [--list]",
     ),
     "check": Job("look at every setting and every task without starting anything", "check"),
 }
@@ -339,8 +332,6 @@ def _run(given: list[str]) -> int:
     overrides = flags_as_overrides(words, job.group) if job.group else words
     if job.words:
         overrides = [word for word in words if _is_setting(word, job)]
-    given_keys = {word.partition("=")[0] for word in overrides}
-    overrides += [word for word in job.assumed if word.partition("=")[0] not in given_keys]
     if any(flag in given for flag in SWEEP_FLAGS):
         return _sweep(given, job)
     if "--cfg" in given:

@@ -1,4 +1,4 @@
-"""`yoke tasks build | list`: the environments of the tasks, turned into file systems that sandboxes can run on.
+"""`yoke tasks build [--list]`: the environments of the tasks, turned into file systems that sandboxes can run on.
 
 It needs a builder and, as a rule, a network; so it runs off the cluster or on a login node, into $YOKE_HOME/images.
 """
@@ -29,26 +29,24 @@ NO_ENVIRONMENT = "no environment of their own: they run on the system of the mac
 READY, MISSING = "built", "not built"
 
 
-def run(config: Config, words: Sequence[str]) -> int:
-    """Exit code 0 when every environment is there, 1 when one is not."""
-    action, *flags = words or ["list"]
-    if action not in ("build", "list") or [flag for flag in flags if flag != LIST]:
-        raise UserError(f"tasks {' '.join(words)}: it takes build, build {LIST} or list")
-    tasks = _tasks(config)
-    wanted, failures = _environments(tasks)
-    if action == "list" or flags:
-        return _list(wanted, failures, tasks)
-    missing = {name: users for name, users in wanted.items() if find_build(name) is None}
-    if missing:
-        failures |= _build_all(config, missing)
-    return _finish(wanted, missing, failures)
+def build(config: Config, words: Sequence[str]) -> int:
+    """Exit code 0 when every environment is there, 1 when one is not. Raises UserError."""
+    if strange := [word for word in words if word != LIST]:
+        raise UserError(f"yoke tasks build knows {LIST} and settings, not {strange[0]}")
+    with tempfile.TemporaryDirectory(prefix="yoke-tasks-") as scratch:  # for tasks that are made up
+        tasks = _tasks(config, RunDirectory(Path(scratch)))
+        wanted, failures = _environments(tasks)
+        if words:
+            return _list(wanted, failures, tasks)
+        missing = {name: users for name, users in wanted.items() if find_build(name) is None}
+        if missing:
+            failures |= _build_all(config, missing)
+        return _finish(wanted, missing, failures)
 
 
-def _tasks(config: Config) -> list[HarborTask]:
-    with tempfile.TemporaryDirectory() as scratch:
-        run = RunDirectory(Path(scratch))
-        splits = ("train", "test") if config.tasks.kind != "harbor" or config.tasks.test else ("train",)
-        return [task for split in splits for task in load_split(config, run, split)]
+def _tasks(config: Config, run: RunDirectory) -> list[HarborTask]:
+    splits = ("train", "test") if config.tasks.kind != "harbor" or config.tasks.test else ("train",)
+    return [task for split in splits for task in load_split(config, run, split)]
 
 
 def _environments(tasks: Sequence[HarborTask]) -> tuple[dict[str, list[HarborTask]], dict[str, str]]:
@@ -113,7 +111,9 @@ def _build(environment: Environment, builder: Builder, config: Config) -> Build:
         if packed != root:
             write_names(root, result / FILES, built.env.get("PATH", "").split(":"))
             shutil.rmtree(root)
-        return publish(environment.name, packed, built.builder, built.env, built.workdir, own_files)
+        done = publish(environment.name, packed, built.builder, built.env, built.workdir, own_files)
+    job.log.unlink(missing_ok=True)
+    return done
 
 
 def _packed(root: Path, config: Config, job: Job) -> Path:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from pipeline.config import Config, UserError
 from pipeline.launch.data import load_split
+from pipeline.launch.environments import build
 from pipeline.launch.gates import check_all, inspect_files
 from pipeline.launch.run_directory import RunDirectory
 from pipeline.launch.snapshot import with_absolute_paths
@@ -18,8 +19,12 @@ from pipeline.tasks.sets import describe
 
 def run(config: Config, words: Sequence[str]) -> int:
     """Do what the one word asks for. Raises UserError for another word, and for a set that cannot be had."""
+    if words[:1] == ["build"]:
+        return build(with_absolute_paths(config), words[1:])
     if len(words) != 1 or words[0] not in WORDS:
-        raise UserError(f"yoke tasks {' | '.join(WORDS)}, then settings (tasks=harbor tasks.train=DIR …)")
+        raise UserError(
+            f"yoke tasks {' | '.join((*WORDS, 'build [--list]'))}, then settings (tasks=harbor tasks.train=DIR …)"
+        )
     config = with_absolute_paths(config)
     check_gates(config.tasks.gates)
     with tempfile.TemporaryDirectory(prefix="yoke-tasks-") as scratch:
