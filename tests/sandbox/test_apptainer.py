@@ -419,6 +419,8 @@ def test_the_check_of_tasks_fetches_their_images(stand_in: StandIn, tmp_path: Pa
         (tmp_path / "tasks" / name / "task.toml").write_text(f"[environment]\n{line}\n")
     place = tmp_path / "tasks"
     config = compose_config(["+experiment=smoke", "tasks.kind=harbor", f"tasks.train={place}", f"tasks.test={place}"])
+    for gate in ("duplicate", "same_id", "same_instruction"):
+        setattr(config.tasks.gates, gate, "off")
     check_tasks_readable(config, RunDirectory(tmp_path / "run"))
     assert stand_in.pulls == []
     config.sandbox.image = "task"

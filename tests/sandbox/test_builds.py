@@ -158,6 +158,8 @@ def test_a_run_that_lacks_one_does_not_start(tmp_path: Path) -> None:
     (task.ref.path / "environment/Dockerfile").write_text("FROM nothing\n")
     folder = tmp_path / "tasks"
     config = compose_config(["tasks.kind=harbor", f"tasks.train={folder}", f"tasks.test={folder}"])
+    for gate in ("duplicate", "same_id", "same_instruction"):
+        setattr(config.tasks.gates, gate, "off")
     check_tasks_readable(config, RunDirectory(tmp_path / "run"))
     config.sandbox.image = "task"
     with pytest.raises(UserError, match=r"of task one \(build:\w+\) is not built: run yoke tasks build"):

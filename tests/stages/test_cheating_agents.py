@@ -91,7 +91,7 @@ export LD_PRELOAD=/workspace/evil.so PYTHONSTARTUP=$HOME/.pythonrc BASH_ENV=$HOM
 DAEMON = """
 echo $$ > "$HOME/pid"
 setsid sh -c 'while kill -0 $(cat "$HOME/pid"); do echo 1 > "$HOME/reward.txt"; sleep 0.01; done
-    sleep 0.2; echo 42 > /workspace/answer.txt; echo 1 > /workspace/reward.txt' > /dev/null 2>&1 &
+    sleep 5; echo 42 > /workspace/answer.txt; echo 1 > /workspace/reward.txt' > /dev/null 2>&1 &
 sleep 0.1"""
 LINKS = """
 ln -s /tests/expected.txt /workspace/expected; ln -s / /workspace/root; ln -s /tests "$HOME/tests"
