@@ -13,10 +13,12 @@ from pipeline.launch.evaluation import labels, records
 from pipeline.launch.reporting import may_be_alive
 from pipeline.launch.run_directory import RunDirectory
 from pipeline.report.metrics import read_metrics
-from pipeline.report.wandb_log import STEP, WandbLog, check_wandb, offline_runs
+from pipeline.report.wandb_log import FOLDER, STEP, TABLES, WandbLog, check_wandb, new_id, offline_runs
 from pipeline.report.wandb_panels import definition, workspace
 
 USAGE = "yoke wandb again RUN…, or yoke wandb workspace ENTITY/PROJECT [mix=…], or yoke wandb workspace --json [mix=…]"
+
+MAKE_S = 600.0  # that W&B may take to make a run again
 
 
 def run(config: Config, words: Sequence[str]) -> int:
@@ -33,8 +35,7 @@ def _again(config: Config, words: Sequence[str]) -> int:
     for found in runs:
         _check(found)
     for found in runs:
-        again(found)
-        print(f"{found.root}: wandb sync {' '.join(map(str, offline_runs(found.root)))}")
+        print(f"{found.root}: wandb sync {' '.join(map(str, again(found)))}")
     return 0
 
 
@@ -48,23 +49,33 @@ def _check(run: RunDirectory) -> None:
     check_wandb(LoggingConfig(wandb="offline"), run.root)
 
 
-def again(run: RunDirectory) -> None:
-    """One offline W&B run of all that the run directory holds, whatever ``logging.wandb`` was."""
+def again(run: RunDirectory) -> list[Path]:
+    """A W&B run, offline and with an id of its own, of all that the run directory holds.
+
+    Returns its directory. Raises RuntimeError when W&B did not make it.
+    """
     config = run.saved_config()
     metrics = read_metrics(run.root)
-    with_wandb = replace(config.logging, wandb="offline")
-    log = WandbLog(run.root, with_wandb, asdict(config), lambda: metrics)
+    identity = new_id()
+    log = WandbLog(
+        run.root, replace(config.logging, wandb="offline"), asdict(config), lambda: metrics, identity=identity
+    )
     for label, update in _evaluated(run, max(entry[STEP] for entry in metrics)):
         log.rollouts(update, label, partial(records, run, label))
-    log.close()
+    log.close(MAKE_S)
+    if not (made := offline_runs(run.root, identity)):
+        raise RuntimeError(f"W&B made no run in {run.root / FOLDER}")
+    return made
 
 
 def _evaluated(run: RunDirectory, updates: int) -> list[tuple[str, int]]:
-    """(label, update) of every evaluation that has rollouts and is of this run's weights at a known update."""
+    """(label, update) of every evaluation of this run's weights at a known update that W&B has no table of."""
     from pipeline.stages.weights import update_of
 
     known = [("before", 0), ("after", updates), *((label, update_of(label)) for label in labels(run))]
-    return [(label, update) for label, update in known if update is not None and run.evaluation(label).is_dir()]
+    tables = run.root / FOLDER / TABLES
+    missing = [(label, update) for label, update in known if not (tables / f"{label}.json").exists()]
+    return [(label, update) for label, update in missing if update is not None and run.evaluation(label).is_dir()]
 
 
 def _workspace(config: Config, words: Sequence[str]) -> int:

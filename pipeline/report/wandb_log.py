@@ -82,9 +82,10 @@ class WandbLog:
         settings: Mapping[str, Any],
         history: Callable[[], Sequence[Entry]] = tuple,
         job: str = "train",
+        identity: str = "",
     ) -> None:
         """``settings``: the composed configuration; ``history`` reads what was logged before this attempt; ``job``:
-        what kind of run it is, W&B's job type.
+        what kind of run it is, W&B's job type; ``identity`` of a W&B run beside the one of all attempts.
         """
         self._tables = run_dir / FOLDER / TABLES
         self._actions: SimpleQueue[Action | None] = SimpleQueue()
@@ -95,7 +96,7 @@ class WandbLog:
             known = history()
         except Exception as error:  # whatever it is, it costs only the mirror
             return _warn("start", error)
-        arguments = (lambda: _open(run_dir, config, settings, known, job),)
+        arguments = (lambda: _open(run_dir, config, settings, known, job, identity or wandb_id(run_dir)),)
         self._thread = threading.Thread(target=self._work, args=arguments, name="wandb", daemon=True)
         self._thread.start()
 
@@ -111,14 +112,15 @@ class WandbLog:
         """The closing figures, for W&B's run page."""
         self._actions.put(lambda run: run.summary.update(dict(values)))
 
-    def close(self) -> None:
-        """Let W&B finish, within CLOSE_S. What hangs then is ended, so that the process can end too."""
+    def close(self, within_s: float | None = None) -> None:
+        """Let W&B finish, by default within CLOSE_S. What hangs then is ended, so that the process can end too."""
         if self._thread is None:
             return
+        limit = CLOSE_S if within_s is None else within_s
         self._actions.put(None)
-        self._thread.join(CLOSE_S)
+        self._thread.join(limit)
         if self._thread.is_alive():
-            _warn("finish", TimeoutError(f"not within {CLOSE_S:g} s"))
+            _warn("finish", TimeoutError(f"not within {limit:g} s"))
             _end_service()
 
     def _work(self, start: Callable[[], Any]) -> None:
@@ -163,9 +165,15 @@ def _send_table(run: Any, table: Mapping[str, Any]) -> None:
 # --- the W&B run
 
 
-def _open(run_dir: Path, config: LoggingConfig, settings: Mapping[str, Any], history: Sequence[Entry], job: str) -> Any:
-    identity = wandb_id(run_dir)
-    earlier = offline_runs(run_dir)
+def _open(
+    run_dir: Path,
+    config: LoggingConfig,
+    settings: Mapping[str, Any],
+    history: Sequence[Entry],
+    job: str,
+    identity: str,
+) -> Any:
+    earlier = offline_runs(run_dir, identity)
     run = _start(run_dir, identity, config, settings, job)
     run.define_metric("*", step_metric=STEP)
     if not _has_history(run, earlier):
@@ -217,17 +225,22 @@ def _put_aside(directories: Sequence[Path], place: Path) -> None:
         path.rename(place / path.name)
 
 
-def offline_runs(run_dir: Path) -> list[Path]:
-    """The directories that `wandb sync` takes, oldest first."""
-    return sorted((run_dir / FOLDER).glob(f"offline-run-*-{wandb_id(run_dir)}"))
+def offline_runs(run_dir: Path, identity: str) -> list[Path]:
+    """A W&B run's directories for `wandb sync`, oldest first."""
+    return sorted((run_dir / FOLDER).glob(f"offline-run-*-{identity}"))
 
 
 def wandb_id(run_dir: Path) -> str:
     """The id that every attempt of this run shares."""
     path = run_dir / ID_FILE
     if not path.exists():
-        publish_new(path, lambda draft: draft.write_text(uuid.uuid4().hex[:12] + "\n"))
+        publish_new(path, lambda draft: draft.write_text(new_id() + "\n"))
     return path.read_text().strip()
+
+
+def new_id() -> str:
+    """An id that no other W&B run has."""
+    return uuid.uuid4().hex[:12]
 
 
 def without_secrets(settings: Mapping[str, Any]) -> dict[str, Any]:

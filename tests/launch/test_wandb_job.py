@@ -5,9 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import wandb
 from evaluation_helpers import made, settings
 from test_report_page import rollout
-from wandb_files import history, offline_files, table_of
+from wandb_files import history, offline_files, run_record, table_of
 
 from pipeline.config import Config, UserError
 from pipeline.launch import wandb_job
@@ -34,6 +35,12 @@ def test_a_run_is_made_again_from_its_directory(config: Config, capsys: pytest.C
     assert [row for row in logged if "reward" in row] == [{"update": 1, "reward": 0.3}]
     assert [row["update"] for row in logged if "eval/pass@1" in row] == [0]
     assert [row[1] for row in table_of(path, "rollouts/before")["data"]] == ["a"]
+    wandb.teardown()
+    path.with_name(path.name + ".synced").touch()
+    (other,) = wandb_job.again(run)
+    (second,) = other.glob("*.wandb")
+    assert history(second)[:2] == logged[:2], "all of it, and as another W&B run than the one that was synced"
+    assert run_record(second).run_id != run_record(path).run_id
 
 
 @pytest.mark.parametrize(

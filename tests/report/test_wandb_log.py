@@ -30,6 +30,12 @@ Make = Callable[..., RolloutRecord]
 SWEEP = LoggingConfig(wandb="offline", group="sweep-of-seeds", tags=["seed=seven"])
 
 
+@pytest.fixture(autouse=True)
+def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A loaded machine is no reason to give W&B up."""
+    monkeypatch.setattr(wandb_log, "CLOSE_S", 200.0)
+
+
 def attempt(run_dir: Path, number: int, source: int | None, update: int) -> MetricsLog:
     """An attempt's log, which resumes from ``update`` of attempt ``source``."""
     place = run_dir / "attempts" / f"{number:04d}" / "metrics.jsonl"
@@ -83,7 +89,7 @@ def check_what_sync_sends(run_dir: Path, identity: str) -> None:
         account = {"WANDB_BASE_URL": server.url, "WANDB_API_KEY": "a" * 40, "WANDB_ERROR_REPORTING": "false"}
         command = [str(Path(sys.executable).with_name("wandb")), "sync", str(run_dir / FOLDER)]
         own = {name: value for name, value in os.environ.items() if not name.startswith("WANDB_")}
-        done = subprocess.run(command, env={**own, **account}, capture_output=True, text=True, timeout=120)
+        done = subprocess.run(command, env={**own, **account}, cwd=run_dir, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stdout + done.stderr
     assert server.runs == [identity]
     sent = server.history[identity]
