@@ -29,15 +29,16 @@ def test_a_run_is_made_again_from_its_directory(config: Config, capsys: pytest.C
         append_jsonl(run.metrics, {"update": 1, "time": 3.0, "reward": reward})
     write_group(run.evaluation("before") / "g000000.parquet", [rollout("a", "pi", True)])
     assert wandb_job.run(config, ["again", str(run.root)]) == 0
+    wandb.teardown()  # as the command's end: W&B's service writes the file's end after the run's
     (path,) = offline_files(run.root)
     assert capsys.readouterr().out.endswith(f": wandb sync {path.parent}\n")
     logged = history(path)
     assert [row for row in logged if "reward" in row] == [{"update": 1, "reward": 0.3}]
     assert [row["update"] for row in logged if "eval/pass@1" in row] == [0]
     assert [row[1] for row in table_of(path, "rollouts/before")["data"]] == ["a"]
-    wandb.teardown()
     path.with_name(path.name + ".synced").touch()
     (other,) = wandb_job.again(run)
+    wandb.teardown()
     (second,) = other.glob("*.wandb")
     assert history(second)[:2] == logged[:2], "all of it, and as another W&B run than the one that was synced"
     assert run_record(second).run_id != run_record(path).run_id
