@@ -23,6 +23,7 @@ from pipeline.tasks.harbor import HarborTask
 PLACE = "gates.json"  # in the run directory, once its tasks are checked
 GATES_S = 7200.0
 POLL_S = 1.0
+SOUND = "each solution that there is scores 1, doing nothing scores 0"
 SHOWN = 3  # problems of one message
 log = logging.getLogger("yoke.gates")
 

@@ -17,7 +17,7 @@ from pipeline.harness.base import register
 from pipeline.launch import allocation, preflight, preflight_table, slurm
 from pipeline.launch.data import load_split, load_splits
 from pipeline.launch.draws import draw_until, open_schedule
-from pipeline.launch.gates import check_all, ensure_gates
+from pipeline.launch.gates import SOUND, check_all, ensure_gates
 from pipeline.launch.local import RunFailed, RunStopped, claim, follow, living, start_over
 from pipeline.launch.plan import plan
 from pipeline.launch.run_directory import RunDirectory
@@ -103,7 +103,7 @@ def check(config: Config) -> int:
     with tempfile.TemporaryDirectory() as scratch:
         run = RunDirectory(Path(scratch))
         say(f"tasks: {preflight.check_tasks_readable(config, run)}")
-        say(f"settings are fine; {check_all(config, run)} tasks are: the oracle scores 1, doing nothing scores 0")
+        say(f"settings are fine; {check_all(config, run)} tasks are: {SOUND}")
     return 0
 
 
@@ -324,7 +324,7 @@ def _open(
         start_over(run)
     run.save_config(config)
     if config.cluster.name == "local" and not running and (count := ensure_gates(config, run)) is not None:
-        say(f"{count} tasks checked: the oracle scores 1, doing nothing scores 0")
+        say(f"{count} tasks checked: {SOUND}")
     return run
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from pipeline.config import Config, UserError
 from pipeline.launch import preflight, preflight_engine, preflight_machine, preflight_settings
-from pipeline.launch.gates import check_all
+from pipeline.launch.gates import SOUND, check_all
 from pipeline.launch.preflight_check import (
     CONFIG,
     DATA,
@@ -45,7 +45,7 @@ def _tasks(grounds: Grounds) -> str:
     with tempfile.TemporaryDirectory(prefix="yoke-preflight-") as scratch:
         run = RunDirectory(Path(scratch))
         preflight.check_tasks_readable(config, run)
-        return f"{check_all(config, run, grounds.sample)} tasks: the oracle scores 1, doing nothing scores 0"
+        return f"{check_all(config, run, grounds.sample)} tasks: {SOUND}"
 
 
 CHECKS = (

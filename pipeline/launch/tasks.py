@@ -9,7 +9,7 @@ from pathlib import Path
 from pipeline.config import Config, UserError
 from pipeline.launch.data import load_split
 from pipeline.launch.environments import build
-from pipeline.launch.gates import check_all, inspect_files
+from pipeline.launch.gates import SOUND, check_all, inspect_files
 from pipeline.launch.run_directory import RunDirectory
 from pipeline.launch.snapshot import with_absolute_paths
 from pipeline.stages.integrity import check_gates, inspect
@@ -46,7 +46,7 @@ def _check(config: Config, place: RunDirectory) -> int:
     inspect_files(config, train, test)
     without = sum(task.solution is None for task in (*train, *test))
     count = check_all(config, place)
-    print(f"{count} tasks: doing nothing scores 0, the oracle scores 1 ({without} have no solution to try)")
+    print(f"{count} tasks: {SOUND} ({without} have no solution to try)")
     return 0
 
 

@@ -12,6 +12,7 @@ from pipeline import cli
 from pipeline.cli import compose_config
 from pipeline.config import UserError
 from pipeline.launch import preflight
+from pipeline.launch.gates import SOUND
 from pipeline.launch.run_directory import RunDirectory
 from pipeline.launch.snapshot import with_absolute_paths
 
@@ -62,7 +63,7 @@ def test_list_counts_the_levels_and_tells_what_it_found(
 def test_check_runs_the_oracle_and_an_idle_agent(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert yoke("check", *words) == 0
     told = capsys.readouterr().out
-    assert told == "5 tasks: doing nothing scores 0, the oracle scores 1 (4 have no solution to try)\n"
+    assert told == f"5 tasks: {SOUND} (4 have no solution to try)\n"
 
 
 @pytest.mark.parametrize("given", [[], ["burn"], ["list", "check"]])
