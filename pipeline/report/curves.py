@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -69,18 +70,26 @@ def trend_charts(results: Mapping[str, Any]) -> tuple[list[Chart], list[tuple[st
         lines.append(line)
         sentences += [(name, found.sentence())] if found else []
     shown = any(len(line.points) > 2 for line in lines)
-    note = "Bars: 95% interval of each evaluation. Band: where the line lies, with 95%. Left out: what lacks grades."
+    note = "Bars: 95% interval of each evaluation. Band: where the line lies, with 95%."
+    note += " Left out: what lacks grades or is of other tasks."
     return ([Chart("Held-out pass@1", lines, percent=True, note=note)] if shown else []), sentences
 
 
 def _evaluations(results: Mapping[str, Any]) -> Iterator[tuple[float, Mapping[str, Any]]]:
-    """(update, figures) of each whole evaluation whose weights' update is known, by update."""
+    """(update, figures) of each whole evaluation whose weights' update is known, by update; of the tasks that
+    most of them are of.
+    """
     known = [(0, results["before"]), (results["updates"], results["after"])]
     known += [(entry["update"], entry) for entry in results["checkpoints"]]
-    yield from sorted(
-        ((update, part) for update, part in known if update is not None and _is_whole(part)),
-        key=lambda pair: pair[0],
-    )
+    whole = [(update, part) for update, part in known if update is not None and _is_whole(part)]
+    often = Counter(map(_tasks, (part for _, part in whole)))
+    chosen = often.most_common(1)[0][0] if often else None
+    yield from sorted(((update, part) for update, part in whole if _tasks(part) == chosen), key=lambda pair: pair[0])
+
+
+def _tasks(part: Mapping[str, Any]) -> tuple[Any, Any]:
+    """What an evaluation is of: hashes of its tasks and of their graders."""
+    return part.get("cohort"), part.get("graders")
 
 
 def _is_whole(part: Mapping[str, Any] | None) -> bool:

@@ -78,3 +78,15 @@ def test_the_trend_takes_every_evaluation_in_the_order_of_updates() -> None:
     assert list(lines["codex"].points) == [(0, 0.2), (9, 0.5)] and not lines["codex"].band
     assert [name for name, _ in sentences] == ["pi", "all"]
     assert trend_charts({**results, "checkpoints": []}) == ([], []), "two points are no trend"
+
+
+def test_the_trend_leaves_out_what_lacks_grades_or_is_of_other_tasks() -> None:
+    def evaluated(update: int, cohort: str, provisional: bool = False) -> dict[str, Any]:
+        return {**whole(0.1 * update), "update": update, "cohort": cohort, "provisional": provisional}
+
+    small = [evaluated(update, "few") for update in (2, 3, 4)]
+    sides = {"before": {**whole(0.9), "cohort": "all"}, "after": {**whole(0.9), "cohort": "all"}, "updates": 9}
+    (chart,), _ = trend_charts({**sides, "checkpoints": [*small, evaluated(5, "few", provisional=True)]})
+    assert [x for x, _ in chart.kept[0].points] == [2, 3, 4]
+    (chart,), _ = trend_charts({**sides, "checkpoints": [*small[:2], evaluated(6, "all")]})
+    assert [x for x, _ in chart.kept[0].points] == [0, 6, 9]
