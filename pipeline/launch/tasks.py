@@ -51,8 +51,9 @@ def _check(config: Config, place: RunDirectory) -> int:
 
 
 def _splits(config: Config, place: RunDirectory) -> tuple[list[HarborTask], list[HarborTask]]:
-    train, test = (load_split(config, place, split) for split in ("train", "test"))
-    return train, test
+    """A set by itself is looked at without the other, which ``yoke tasks`` does not ask for."""
+    train = load_split(config, place, "train")
+    return train, [] if config.tasks.kind == "harbor" and not config.tasks.test else load_split(config, place, "test")
 
 
 WORDS: dict[str, Callable[[Config, RunDirectory], int]] = {"list": _list, "check": _check}

@@ -60,6 +60,11 @@ def test_list_counts_the_levels_and_tells_what_it_found(
     assert said[3:] == [f"error: {leak} is a copy of tests/test.sh"]
 
 
+def test_one_set_is_looked_at_by_itself(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert yoke("list", *words[:2]) == 0
+    assert capsys.readouterr().out == "train: 3 (1 easy, 2 hard)\ntest:  0\n"
+
+
 def test_check_runs_the_oracle_and_an_idle_agent(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert yoke("check", *words) == 0
     told = capsys.readouterr().out

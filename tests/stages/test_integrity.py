@@ -91,6 +91,7 @@ def test_a_leak_is_named_with_its_file(tmp_path: Path, name: str, text: str, sai
     [
         ("environment__fixed_dot_sh", SOLVE.replace("sort ", "sort -r ")),  # the bug that the solution mends
         ("environment__tests__test_other_dot_py", "def test_it(): ...\n"),  # tests that the agent may see
+        ("environment__start_dot_sh", "\n".join(TEST.splitlines()[:5])),  # three of five lines that tell something
         ("environment__data_dot_csv", "name,what\nit,a rather long answer\n"),  # data has answers in it
         ("environment__expected_dot_txt", "3 x\n"),  # too small to be anyone's secret
         ("environment__Dockerfile", "FROM x AS built\nFROM y\nCOPY --from=built /tests /x\nCOPY src/tests.py .\n"),

@@ -68,6 +68,16 @@ import os, signal
 os.kill(os.getppid(), signal.SIGKILL)
 def pairs(words): return {}
 """
+ENDS_ALL = """\
+import os, pathlib, signal
+try: pathlib.Path("/logs/verifier/reward.txt").write_text("1")
+except OSError: pass
+for process in filter(str.isdigit, os.listdir("/proc")):
+    if int(process) not in (1, os.getpid()):
+        try: os.kill(int(process), signal.SIGKILL)
+        except OSError: pass
+def pairs(words): return {}
+"""
 
 
 @pytest.fixture
@@ -97,6 +107,10 @@ def test_an_answer_may_print_and_import_and_give_a_kind_of_dict(task: HarborTask
 @pytest.mark.parametrize("answer", [EQUAL, WRITES, KILLS, "def pairs(words): return object()\n", "(", "exit(0)\n"])
 def test_no_answer_can_fake_its_score(task: HarborTask, tmp_path: Path, answer: str) -> None:
     assert score(task, tmp_path, answer) == 0.0
+
+
+def test_an_answer_that_ends_its_judges_has_not_written_a_reward(task: HarborTask, tmp_path: Path) -> None:
+    assert score(task, tmp_path, ENDS_ALL) in (0.0, None)
 
 
 def test_the_tests_and_the_solution_are_nowhere_that_the_agent_sees(task: HarborTask, tmp_path: Path) -> None:
