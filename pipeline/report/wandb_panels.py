@@ -36,6 +36,9 @@ SHARED: dict[str, tuple[Panel, ...]] = {
     "Held-out tasks": (
         Panel("pass@1 of checkpoints", ("eval/pass@1", "eval/{harness}/pass@1"), share=True),
         Panel("Tool calls a rollout", ("eval/{harness}/tool_calls",)),
+        Panel("Truncated at the token limit", ("eval/{harness}/truncation_rate",), share=True),
+        Panel("Ended by the harness itself", ("eval/{harness}/submission_rate",), share=True),
+        Panel("Out of time", ("eval/{harness}/timeout_rate",), share=True),
         Panel("Graded share of the planned rollouts", ("eval/coverage",), share=True),
     ),
     "Training": (
