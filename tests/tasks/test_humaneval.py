@@ -68,6 +68,12 @@ import os, signal
 os.kill(os.getppid(), signal.SIGKILL)
 def pairs(words): return {}
 """
+ONLY_WITHOUT_FILES = """\
+def pairs(words):
+    try: open("/tmp/note", "w", buffering=1).write("1\\n")
+    except OSError: return {one: 1 for one, two in zip(words, words[1:]) if one == two}
+    return "written"
+"""
 ENDS_ALL = """\
 import os, pathlib, signal
 try: pathlib.Path("/logs/verifier/reward.txt").write_text("1")
@@ -107,6 +113,10 @@ def test_an_answer_may_print_and_import_and_give_a_kind_of_dict(task: HarborTask
 @pytest.mark.parametrize("answer", [EQUAL, WRITES, KILLS, "def pairs(words): return object()\n", "(", "exit(0)\n"])
 def test_no_answer_can_fake_its_score(task: HarborTask, tmp_path: Path, answer: str) -> None:
     assert score(task, tmp_path, answer) == 0.0
+
+
+def test_a_function_can_write_no_file(task: HarborTask, tmp_path: Path) -> None:
+    assert score(task, tmp_path, ONLY_WITHOUT_FILES) == 1.0
 
 
 def test_an_answer_that_ends_its_judges_has_not_written_a_reward(task: HarborTask, tmp_path: Path) -> None:
