@@ -41,7 +41,7 @@ def fetch(name: str, what: str, data_set: bool = False, patterns: Sequence[str] 
     Raises UserError, which begins with ``what``, when the hub does not give it.
     """
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+    from huggingface_hub.errors import HFValidationError
 
     plain, revision = split(name)
     kind = "dataset" if data_set else "model"
@@ -53,7 +53,7 @@ def fetch(name: str, what: str, data_set: bool = False, patterns: Sequence[str] 
         )
     except HFValidationError as error:
         raise UserError(f"{what} is neither a directory here nor a name of the hub (ORG/NAME@REVISION)") from error
-    except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
+    except Exception as error:  # the hub's own, its transport's, which changes with its version, and the disk's
         wanted = f" --revision {revision}" if revision else ""
         hint = HINT.format(name=plain, revision=f"{wanted} --repo-type dataset" if data_set else wanted)
         why = (str(error).strip() or repr(error)).splitlines()[0]
