@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import huggingface_hub
 import pytest
+from huggingface_hub import constants
 
 from pipeline.config import UserError
 from pipeline.hub import cached_file, fetch, local_model, model_file, split, weight_shapes
@@ -17,9 +17,8 @@ COMMIT = "0123456789abcdef0123456789abcdef01234567"
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A hub cache that holds one commit of one model, on a machine without a network."""
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
-    monkeypatch.setattr(huggingface_hub.file_download.constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     place = tmp_path / "models--org--name" / "snapshots" / COMMIT
     place.mkdir(parents=True)
     (place / "config.json").write_text("{}")
