@@ -348,7 +348,7 @@ class EvaluationConfig:
     every: int = 0  # every k-th checkpoint is exported and evaluated, on Slurm by jobs of their own; 0 = none
     small_tasks: int = 0  # held-out tasks of these evaluations on the way, evenly drawn; 0 = all
     replicas: int = 0  # vLLM servers of `yoke evaluate` on a node; 0 = one a GPU, or one
-    keep_exports: int = 4  # exports that stay on disk, besides those whose jobs still wait; 0 = all
+    keep_exports: int = 4  # exports that stay on disk, besides those that wait for their evaluation; 0 = all
     max_jobs: int = 16  # with as many evaluation jobs waiting, a run submits no more
     cluster: dict[str, Any] = field(default_factory=dict)  # settings of `cluster` that evaluation jobs have differently
 

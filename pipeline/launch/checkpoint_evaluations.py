@@ -13,7 +13,7 @@ from queue import SimpleQueue
 
 from pipeline.config import Config
 from pipeline.launch import evaluation_jobs
-from pipeline.launch.evaluation import exports_needed, labels, late_results, prune_exports, records
+from pipeline.launch.evaluation import exports_needed, labels, late_results, not_evaluated, prune_exports, records
 from pipeline.launch.run_directory import RunDirectory
 from pipeline.report.metrics import MetricsLog, read_metrics
 from pipeline.stages.weights import exported, update_of
@@ -99,9 +99,11 @@ class CheckpointEvaluations:
             self._note(name, f"ALARM: {type(error).__name__}: {error}", True)
 
     def needed(self) -> set[str]:
-        """The exports that jobs in Slurm's queue read; all of them while it does not say."""
+        """The exports that wait for an evaluation: by jobs in Slurm's queue (all, while it does not say), or, without
+        Slurm, after the training.
+        """
         if self.config.cluster.name == "local":
-            return set()
+            return not_evaluated(self.run, self.config.mix.harnesses) if self.config.evaluation.every else set()
         try:
             return exports_needed(self.run, evaluation_jobs.queue(self.run).arrays)
         except (RuntimeError, OSError):

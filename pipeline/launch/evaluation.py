@@ -333,6 +333,13 @@ def exports_needed(run: RunDirectory, arrays: Collection[str]) -> set[str]:
     return {pinned(run, label) or label for label in waiting}
 
 
+def not_evaluated(run: RunDirectory, harnesses: Sequence[str]) -> set[str]:
+    """The exports that were not evaluated in each of ``harnesses`` yet."""
+    from pipeline.stages.weights import exported
+
+    return {name for name in exported(run.models) if not _ended(run, name, harnesses)}
+
+
 def prune_exports(run: RunDirectory, keep: int, needed: Collection[str], keep_every: int = 0) -> list[str]:
     """Delete all but the newest ``keep`` exports (0: none), those ``needed``, and those of each ``keep_every``-th
     update (0: none). Returns the names of the deleted.

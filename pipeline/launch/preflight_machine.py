@@ -74,19 +74,24 @@ def estimate_gb(config: Config) -> dict[str, float]:
 def least_gb(config: Config) -> float:
     """What stays whatever a quota says, in GB."""
     held, others = _exports(config)
-    models = 1 + held + min(1, others)
+    models = 1 + held + (others if _evaluates_at_the_end(config) else min(1, others))
     checkpoints = min(config.training.keep_checkpoints, LEAST_CHECKPOINTS)
     return checkpoints * _checkpoint_gb(config) + models * _model_gb(config)
 
 
 def _exports(config: Config) -> tuple[int, int]:
-    """How many exports training.keep_every holds, and how many others stay."""
+    """How many exports training.keep_every holds, and how many others stay at once."""
     training, evaluation = config.training, config.evaluation
     held = training.updates // training.keep_every if training.keep_every else 0
     others = training.updates // (training.checkpoint_every * evaluation.every) if evaluation.every else 0
-    if evaluation.keep_exports:
+    if evaluation.keep_exports and not _evaluates_at_the_end(config):
         others = min(others, evaluation.keep_exports)
     return held, others
+
+
+def _evaluates_at_the_end(config: Config) -> bool:
+    """Without Slurm, what is exported on the way stays until the training is done."""
+    return config.cluster.name == "local" and config.evaluation.every > 0
 
 
 def _checkpoint_gb(config: Config) -> float:

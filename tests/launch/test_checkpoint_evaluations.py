@@ -16,11 +16,11 @@ from safetensors.torch import load_file
 from pipeline.config import Config, UserError
 from pipeline.launch import checkpoint_evaluations, evaluation_jobs, jobs
 from pipeline.launch.checkpoint_evaluations import CheckpointEvaluations
-from pipeline.launch.evaluation import EvaluationJob, evaluate
+from pipeline.launch.evaluation import FINISHED, EvaluationJob, evaluate, place
 from pipeline.launch.evaluation_jobs import EvaluationProgram, evaluation_cluster, job_name, on_slurm
 from pipeline.launch.run_directory import RunDirectory
 from pipeline.launch.trainer_rank import EndRequest, TrainerRank
-from pipeline.report.store import read_jsonl
+from pipeline.report.store import read_jsonl, write_json
 from pipeline.stages.evaluation import INCOMPLETE
 from pipeline.training.checkpoint import CheckpointError, newest, write_atomically
 
@@ -140,7 +140,12 @@ def test_exports_of_each_kth_update_are_made_and_stay(config: Config, slurm: Fak
     assert trainer.exports == [6] and slurm.submitted == 0, "it is kept, but not evaluated: evaluation.every says 4, 8"
     trainer.evaluations.config = replace(config, cluster=replace(config.cluster, name="local"))
     trainer.save(8, 10, 12, 14, 16)
-    assert trainer.exports == [6, 12, 16]
+    assert trainer.exports == [6, 8, 12, 16], "without Slurm they wait for the end of the training"
+    name = next(path.name for path in trainer.run.models.iterdir() if path.name.endswith("08"))
+    for harness in config.mix.harnesses:
+        write_json(place(trainer.run, name, harness).root / FINISHED, {})
+    trainer.save(20)
+    assert trainer.exports == [6, 12, 16, 20]
 
 
 def test_results_that_come_in_are_logged_at_their_update(
