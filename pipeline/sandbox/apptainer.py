@@ -102,6 +102,7 @@ class Program:
         if not image.own_workspace:
             mounts.append(Mount(str(spec.workspace or scratch / "workspace"), WORKSPACE, writable=True))
         options = [word for mount in mounts for word in ("--mount", mount.option())]
+        options += [word for layer in image.layers for word in ("--overlay", f"{layer}:ro")]
         if image.writable:
             options += ["--overlay", str(_changes(scratch, spec))]
         inner = [image.python, "-I", "-S", FIRST_INSIDE, *map(str, descriptors)]
@@ -207,8 +208,15 @@ class ApptainerSandbox:
         if build is not None:
             if wrong := complaint(build):
                 raise SandboxError(wrong)
-            env = tuple(build.env.items())
-            own = Image(build.path, own=True, env=env, workdir=build.workdir, own_workspace=build.own_workspace)
+            lowest, *above = build.stack
+            own = Image(
+                lowest.path,
+                own=True,
+                layers=tuple(part.path for part in above),
+                env=tuple(build.env.items()),
+                workdir=build.workdir,
+                own_workspace=build.own_workspace,
+            )
             return [replace(image, writable=writable) for writable in (True, False) for image in self._pythons(own)]
         if "://" not in name:
             raise SandboxError(build_missing(name))

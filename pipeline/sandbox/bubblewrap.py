@@ -27,7 +27,7 @@ from pipeline.config import SandboxConfig, UserError
 from pipeline.records import Inside
 from pipeline.sandbox import seccomp
 from pipeline.sandbox.base import HOME, PATH, TASK, WORKSPACE, SandboxError, SandboxSpec
-from pipeline.sandbox.builds import ROOT, Build, again, build_missing, complaint, find_build
+from pipeline.sandbox.builds import ROOT, UPPER, Build, again, build_missing, complaint, find_build
 from pipeline.sandbox.disk import DiskWatch, writable_places
 from pipeline.sandbox.layer import LAYER, ROOT_LAYER, ROOT_PARTS, snapshot
 from pipeline.sandbox.running import Ends, Log, RunningSandbox, memory_file, readable
@@ -181,8 +181,8 @@ class BubblewrapSandbox:
             build = find_build(spec.image)
             if build is None:
                 raise SandboxError(build_missing(spec.image))
-            if build.form != ROOT:
-                raise SandboxError(f"{build.path} is for Apptainer: set sandbox=apptainer, or {again(build.place)}")
+            if (lowest := build.stack[0]).form != ROOT:
+                raise SandboxError(f"{lowest.path} is for Apptainer: set sandbox=apptainer, or {again(lowest.place)}")
             if wrong := complaint(build):
                 raise SandboxError(wrong)
             self._images[spec.image] = self._tried(build)
@@ -313,10 +313,17 @@ class Image:
 
 def _over(build: Build, layer: Path | None) -> list[str]:
     """The image as the root directory, below what is written: in ``layer``, or in memory and lost."""
-    lower = ["--overlay-src", str(build.path)]
     if layer is None:
-        return [*lower, "--tmp-overlay", "/"]
-    return [*lower, "--overlay", *(str(layer / ROOT_LAYER / name) for name in ROOT_PARTS), "/"]
+        return [*lower(build), "--tmp-overlay", "/"]
+    return [*lower(build), "--overlay", *(str(layer / ROOT_LAYER / name) for name in ROOT_PARTS), "/"]
+
+
+def lower(build: Build) -> list[str]:
+    """What is below an overlay, the lowest first."""
+    lowest, *above = build.stack
+    return [
+        word for path in (lowest.path, *(part.path / UPPER for part in above)) for word in ("--overlay-src", str(path))
+    ]
 
 
 def _directory(spec: SandboxSpec, image: Image | None) -> str:

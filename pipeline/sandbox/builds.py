@@ -1,7 +1,7 @@
 """Environments that `yoke tasks build` has made: how they lie on disk, and that they are as they were built.
 
-``$YOKE_HOME/images/env-KEY/`` holds ``root/`` or ``image.sif``, the names of its programs, and ``manifest.json``. It
-appears whole, by a rename.
+``$YOKE_HOME/images/env-KEY/`` holds ``root/`` or ``image.sif``, the names of its programs, and ``manifest.json``; or
+``layer/`` instead, with what a task's preparation has changed in another one, its base. It appears whole, by a rename.
 """
 
 from __future__ import annotations
@@ -23,8 +23,9 @@ from pipeline.sandbox.images import folder
 
 MANIFEST = "manifest.json"
 ROOT, SIF = "root", "image.sif"
+LAYER, UPPER = "layer", "upper"  # as Apptainer wants them
 FILES = "files.gz"
-KEPT = ("name", "form", "digest", "builder", "env", "workdir", "own_workspace")
+KEPT = ("name", "form", "digest", "builder", "env", "workdir", "own_workspace", "base", "base_digest")
 LINKS = 40  # as many as the kernel follows
 
 
@@ -34,17 +35,35 @@ class Build:
 
     name: str
     place: Path
-    form: str  # ROOT or SIF
+    form: str  # ROOT, SIF or LAYER
     digest: str
     builder: str
     env: dict[str, str] = field(default_factory=dict)
     workdir: str = ""
     own_workspace: bool = False  # files at /workspace
+    base: str = ""  # of a LAYER: the name of what it lies above, and its digest
+    base_digest: str = ""
 
     @property
     def path(self) -> Path:
-        """The root directory, or the .sif file."""
+        """The root directory, the .sif file, or the layer."""
         return self.place / self.form
+
+    @property
+    def below(self) -> Build | None:
+        """What a layer lies above. Raises UserError when that is gone, or was built anew and is not the same."""
+        if not self.base:
+            return None
+        found = find_build(self.base)
+        if found is None or found.digest != self.base_digest:
+            raise UserError(f"{self.place} was made above another {place_of(self.base)}: {again(self.place)}")
+        return found
+
+    @property
+    def stack(self) -> list[Build]:
+        """The file system at the bottom, then the layers above it, this one last."""
+        below = self.below
+        return [self] if below is None else [*below.stack, self]
 
     @property
     def search_path(self) -> list[str]:
@@ -53,6 +72,9 @@ class Build:
 
     def has(self) -> Callable[[str], bool]:
         """Tells whether a path, relative to the root, is in the image: of a .sif only what lies among programs."""
+        if below := self.below:
+            under = below.has()
+            return lambda name: _inside(self.path / UPPER, name) or under(name)
         if self.form == ROOT:
             return lambda name: _inside(self.path, name)
         with gzip.open(self.place / FILES, "rt", errors="surrogateescape") as file:
@@ -66,17 +88,23 @@ def place_of(name: str) -> Path:
 
 
 def find_build(name: str) -> Build | None:
-    """The environment as it was built, or None. Raises UserError for a manifest that cannot be read."""
+    """The environment as it was built, or None, also when its base is another by now. Raises UserError for a manifest
+    that cannot be read.
+    """
     if not name:
         return None
     place = place_of(name)
     try:
         told = json.loads((place / MANIFEST).read_text())
-        return Build(place=place, **{key: told[key] for key in KEPT})
+        found = Build(place=place, **{key: told[key] for key in KEPT})
     except FileNotFoundError:
         return None
     except (OSError, ValueError, KeyError) as error:
         raise UserError(f"{place / MANIFEST} cannot be read ({error}): {again(place)}") from None
+    if found.base:
+        base = find_build(found.base)
+        return found if base is not None and base.digest == found.base_digest else None
+    return found
 
 
 def build_missing(name: str, task: str = "") -> str:
@@ -98,21 +126,37 @@ _checking = threading.Lock()
 def complaint(build: Build) -> str | None:
     """Why it is not what was built, or None. Looked at once a process: it reads all of it."""
     with _checking:
-        if build.place not in _checked:
-            same = content_digest(build.path) == build.digest
-            words = f"{build.path} is not as it was built (its digest differs from {MANIFEST}'s): {again(build.place)}"
-            _checked[build.place] = None if same else words
-        return _checked[build.place]
+        for part in build.stack:
+            if part.place not in _checked:
+                same = content_digest(part.path) == part.digest
+                words = (
+                    f"{part.path} is not as it was built (its digest differs from {MANIFEST}'s): {again(part.place)}"
+                )
+                _checked[part.place] = None if same else words
+            if wrong := _checked[part.place]:
+                return wrong
+        return None
 
 
 def publish(
-    name: str, source: Path, builder: str, env: dict[str, str], workdir: str = "", own_workspace: bool = False
+    name: str,
+    source: Path,
+    builder: str,
+    env: dict[str, str],
+    workdir: str = "",
+    own_workspace: bool = False,
+    base: Build | None = None,
 ) -> Build:
-    """Put ``source``, a root directory or .sif file in a folder of its own, into its place. The first one stays."""
-    form = ROOT if source.is_dir() else SIF
+    """Put ``source``, a root directory, .sif file or layer above ``base``, in a folder of its own, into its place. The
+    first one stays, but for a layer above what is another by now.
+    """
+    form = LAYER if base else ROOT if source.is_dir() else SIF
     if source.name != form:
         source = source.rename(source.with_name(form))
-    build = Build(name, place_of(name), form, content_digest(source), builder, env, workdir, own_workspace)
+    above = (base.name, base.digest) if base else ("", "")
+    build = Build(name, place_of(name), form, content_digest(source), builder, env, workdir, own_workspace, *above)
+    if base and build.place.exists() and find_build(name) is None:
+        shutil.rmtree(build.place)
     told = {key: value for key, value in asdict(build).items() if key != "place"}
     draft = source.parent
     (draft / MANIFEST).write_text(json.dumps(told, indent=1) + "\n")

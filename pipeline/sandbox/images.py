@@ -51,6 +51,7 @@ class Image:
     python: str = "python3"
     host: bool = False  # the machine's own system
     own: bool = False  # of a task, built for it; with what follows
+    layers: tuple[Path, ...] = ()  # above it, read-only
     env: tuple[tuple[str, str], ...] = ()
     workdir: str = ""
     own_workspace: bool = False

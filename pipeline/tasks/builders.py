@@ -58,13 +58,13 @@ class Job:
     def log(self) -> Path:
         return self.work.with_name(f"{self.work.name}.log")
 
-    def run(self, *command: str) -> str:
+    def run(self, *command: str, env: dict[str, str] | None = None) -> str:
         """What the command prints. Raises BuildError with its last line; nothing of it is left alive."""
         with self.log.open("ab") as log:
             log.write(f"$ {shlex.join(command)}\n".encode())
             log.flush()
             popen = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=log,
-                                     start_new_session=True)  # fmt: skip
+                                     start_new_session=True, env=env)  # fmt: skip
             try:
                 output, _ = popen.communicate(timeout=max(0.0, self.deadline - time.monotonic()))
             except subprocess.TimeoutExpired:
@@ -202,7 +202,7 @@ def _unpacked(archive: Path, job: Job, builder: str, config: dict[str, object]) 
 def make_own(root: Path) -> None:
     """Let the builder read, copy and change all of it: agents are one user, and sandboxes know no other group.
 
-    Devices, sockets and set-user-id bits are taken out.
+    Devices, sockets and set-user-id bits are taken out; an overlay's marks of what was removed (devices 0/0) stay.
     """
     group = os.getegid()
     for at, folders, files in os.walk(root):
@@ -211,6 +211,8 @@ def make_own(root: Path) -> None:
             if status.st_gid != group:
                 os.lchown(path, -1, group)
             if stat.S_ISLNK(status.st_mode):
+                continue
+            if stat.S_ISCHR(status.st_mode) and status.st_rdev == 0:
                 continue
             if not (stat.S_ISREG(status.st_mode) or stat.S_ISDIR(status.st_mode)):
                 os.unlink(path)

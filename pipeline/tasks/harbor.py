@@ -21,7 +21,7 @@ from pydantic import BaseModel, ConfigDict, PositiveFloat, ValidationError
 
 from pipeline.config import UserError
 from pipeline.records import TaskRef
-from pipeline.tasks.environments import environment_name
+from pipeline.tasks.environments import Environment, environment_of
 
 BUILD_FILES = ("Dockerfile*", "*.Dockerfile", "*compose*.y*ml", ".dockerignore")
 ANSWERS = ("solution", "task.toml")  # authors copy these into environment/ by mistake
@@ -47,9 +47,17 @@ class _VerifierSection(_Section):
     env: dict[str, str] = {}
 
 
+class _HealthcheckSection(_Section):
+    command: str = ""
+
+
 class _EnvironmentSection(_Section):
+    model_config = ConfigDict(extra="ignore", coerce_numbers_to_str=True)
+
     workdir: str | None = None
     docker_image: str | None = None
+    env: dict[str, str] = {}
+    healthcheck: _HealthcheckSection = _HealthcheckSection()
 
 
 class _TaskFile(_Section):
@@ -66,7 +74,7 @@ class HarborTask:
 
     ``metadata`` is task.toml's own table and may hold the answer: it stays on the host. ``tests`` is the directory that
     only the verifier's sandbox sees; ``solution`` is solution/solve.sh, or None. ``host_env``: variables of the host
-    that its verifier asks for, and does not get.
+    that its verifier and its environment ask for; no sandbox gets them.
     """
 
     ref: TaskRef
@@ -78,8 +86,13 @@ class HarborTask:
     verifier_env: dict[str, str] = field(default_factory=dict)
     host_env: tuple[str, ...] = ()
     workdir: str | None = None
-    image: str = ""  # the name of its environment: docker://… or build:…; "" for this machine's system
+    environment: Environment | None = None  # None: this machine's system
     metadata: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def image(self) -> str:
+        """The name of its environment, "" for this machine's system."""
+        return self.environment.name if self.environment else ""
 
 
 def load_task(path: Path | str, task_id: str | None = None) -> HarborTask:
@@ -98,6 +111,8 @@ def load_task(path: Path | str, task_id: str | None = None) -> HarborTask:
     _require_file(root, "tests/test.sh")
     _refuse_links_out(root)
     env, host_env = _split_env(config.verifier.env)
+    of_system, asked = _split_env(config.environment.env)
+    command = config.environment.healthcheck.command.strip()
     solution = root / "solution" / "solve.sh"
     return HarborTask(
         ref=TaskRef(task_id or os.path.basename(os.path.abspath(path)), root),
@@ -107,9 +122,9 @@ def load_task(path: Path | str, task_id: str | None = None) -> HarborTask:
         agent_timeout_s=config.agent.timeout_sec,
         verifier_timeout_s=config.verifier.timeout_sec,
         verifier_env=env,
-        host_env=host_env,
+        host_env=tuple(dict.fromkeys((*host_env, *asked))),
         workdir=config.environment.workdir,
-        image=environment_name(root, config.environment.docker_image),
+        environment=environment_of(root, config.environment.docker_image, command, of_system, asked),
         metadata=config.metadata,
     )
 
@@ -135,8 +150,8 @@ def load_tasks(
     for task in tasks:
         if asked := [name for name in task.host_env if name not in host_env]:
             raise UserError(
-                f"task {task.ref.path}: task.toml: verifier.env asks for a variable of the host, {asked[0]}, which no "
-                f"sandbox gets; if the tests can do without: tasks.host_env=[{','.join(task.host_env)}]"
+                f"task {task.ref.path}: task.toml asks for a variable of the host, {asked[0]}, which no sandbox gets; "
+                f"if the tests can do without: tasks.host_env=[{','.join(task.host_env)}]"
             )
     return tasks
 
