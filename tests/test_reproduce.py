@@ -93,9 +93,18 @@ def test_the_page_says_what_the_small_run_is_held_to() -> None:
 
 @pytest.mark.parametrize(("words", "flags"), [((), ""), (("FRESH=1", "ARGS=--quick"), "--fresh --quick")])
 def test_make_starts_it(words: tuple[str, ...], flags: str) -> None:
-    environ = {name: value for name, value in os.environ.items() if name not in ("MAKEFLAGS", "VENV", "ARGS", "FRESH")}
+    environ = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in ("MAKEFLAGS", "MAKELEVEL", "VENV", "ARGS", "FRESH")
+    }
     plan = subprocess.run(
-        ["make", "-n", "reproduce-small", *words], cwd=ROOT, env=environ, capture_output=True, text=True, check=True
+        ["make", "-n", "--no-print-directory", "reproduce-small", *words],
+        cwd=ROOT,
+        env=environ,
+        capture_output=True,
+        text=True,
+        check=True,
     ).stdout
     assert plan.index("tools/install.py") < plan.index("-m tools.reproduce")
     assert plan.split("-m tools.reproduce")[1].split() == flags.split()

@@ -9,6 +9,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from pipeline.config import UserError
 from pipeline.launch.run_directory import Attempt
 from pipeline.records import GroupSpec, RolloutRecord
 from pipeline.report.store import read_group
@@ -57,5 +58,15 @@ class KeptRollouts:
         """All rollouts of a group ask for the same file, one after the other."""
         read = self._read
         if read[0] != path:  # one assignment: several threads ask
-            read = self._read = (path, read_group(path) if path.exists() else ())
+            read = self._read = (path, _read(path))
         return read[1]
+
+
+def _read(path: Path) -> tuple[RolloutRecord, ...]:
+    """None when it is gone since it was listed: a ghost has closed its group, or its tokens were let go."""
+    try:
+        return read_group(path)
+    except UserError as error:
+        if isinstance(error.__cause__, FileNotFoundError):
+            return ()
+        raise

@@ -77,3 +77,14 @@ def test_earlier_attempts_are_looked_at_once(run: RunDirectory, monkeypatch: pyt
     for number in range(20):
         assert (kept.find(replace(SPEC, group_id=f"g{number:06d}"), 1, WORK) is None) == (number > 0)
     assert sorted(looks) == ["groups", "groups", "rollouts", "rollouts"], "two directories of two attempts"
+
+
+def test_what_went_since_it_was_listed_is_passed_over(run: RunDirectory) -> None:
+    """A ghost that was asleep goes on with closing its group: its rollouts' own files go."""
+    keep(run, 1, record(0, PolicyVersion(1, 4), calls=1))
+    keep(run, 2, record(0, PolicyVersion(2, 4), calls=2))
+    kept = KeptRollouts(run.attempt(3))
+    assert kept._files
+    (run.attempt(2).rollouts / rollout_name(SPEC, 0)).unlink()
+    found = kept.find(SPEC, 0, WORK)
+    assert found and found.calls == 1

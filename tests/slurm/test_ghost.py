@@ -19,9 +19,9 @@ UPDATES = 6
 START_S = 400.0
 REQUEUE_S = 200.0
 GHOST_S = 200.0
-# What a ghost may still write, and nobody takes for a result: its own words, its metrics (a newer file counts instead),
-# and what it had begun and cannot publish.
-HARMLESS = ("attempts/{own}/logs/*", "attempts/{own}/metrics.jsonl", "jobs/*_log.out", "checkpoints/.partial-*")
+# What a ghost may still write, and nobody takes for a result: its own words, what it had begun in the directory of its
+# own attempt (its successor has looked through that when it began), and a checkpoint that it cannot publish.
+HARMLESS = ("attempts/{own}/*", "jobs/*_log.out", "checkpoints/.partial-*")
 
 SETTINGS = [
     f"training.updates={UPDATES}",

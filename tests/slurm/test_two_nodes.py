@@ -28,12 +28,18 @@ def finished(testbed: Testbed, tmp_path_factory: pytest.TempPathFactory) -> Iter
 
 def test_a_plan_is_printed_and_nothing_submitted(slurm: Testbed, tmp_path: Path) -> None:
     run = SlurmRun(slurm, tmp_path / "run", ["cluster.nodes=2", "cluster.partition=preempt"])
+    before = queue(slurm)
     text = run.yoke("train", "dry_run=true")
     for line in ("--nodes=2", "--ntasks-per-node=2", "--gpus-per-node=2", "--partition=preempt", "--signal=USR2@60"):
         assert f"#SBATCH {line}\n" in text
     assert "--kill-on-bad-exit=1" in text
-    assert not slurm.run("squeue", "--noheader", "--states=all", "--name=yoke-run", "--partition=preempt")
+    assert queue(slurm) <= before, "of other tests"
     assert not run.root.exists()
+
+
+def queue(slurm: Testbed) -> set[str]:
+    """The ids of all jobs that Slurm knows, ended ones too."""
+    return set(slurm.run("squeue", "--noheader", "--states=all", "--format=%i").split())
 
 
 def test_both_engines_rolled_out_groups(finished: SlurmRun) -> None:
