@@ -68,7 +68,7 @@ def test_parameters_are_counted_in_one_file_and_in_several(tmp_path: Path) -> No
         (["training.lora.rank=8"], 3 * 2 * 8 / 128, 1),
         (["evaluation.every=1"], 3, 4),  # 12 updates, every 4th
         (["evaluation.every=1", "evaluation.keep_exports=2"], 3, 4),  # without Slurm they are evaluated at the end
-        (["evaluation.every=1", "evaluation.keep_exports=2", "cluster=slurm"], 3, 3),
+        (["evaluation.every=1", "evaluation.keep_exports=2", "cluster.name=slurm"], 3, 3),
         (["evaluation.every=1", "evaluation.keep_exports=0", "training.checkpoint_every=1"], 3, 13),
         (["training.keep_every=4"], 3, 4),
     ],
