@@ -108,10 +108,19 @@ def submit(config: Config, run: RunDirectory, pairs: Sequence[EvaluationJob]) ->
     executor = _executor(config, run, take_snapshot(run)[0])
     programs = [EvaluationProgram(asdict(config), str(run.root), asdict(pair)) for pair in pairs]
     array = slurm.send_all(executor, programs)[0].partition("_")[0]
-    for pair in pairs:
-        pin(config, run, pair)
-        write_json(run.evaluation(pair.label) / "jobs" / SUBMITTED, {"array": array})
+    for job in _by_label(pairs):
+        pin(config, run, job)
+        write_json(run.evaluation(job.label) / "jobs" / SUBMITTED, {"array": array})
     return array
+
+
+def _by_label(pairs: Sequence[EvaluationJob]) -> list[EvaluationJob]:
+    """One job a label, in all its harnesses: a cohort reads and hashes every task."""
+    jobs: dict[str, EvaluationJob] = {}
+    for pair in pairs:
+        known = jobs.get(pair.label)
+        jobs[pair.label] = replace(pair, harnesses=(*known.harnesses, *pair.harnesses)) if known else pair
+    return list(jobs.values())
 
 
 def text(config: Config, run: RunDirectory, pairs: Sequence[EvaluationJob]) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from pipeline.report.table import ALL, NOTHING, change_points, rate
+from pipeline.report.table import ALL, NOTHING, change_points, checkpoint_parts, rate
 
 Results = Mapping[str, Any]
 
@@ -14,15 +14,10 @@ CHECKPOINTS = ("evaluation", "harness", "update", "pass@1", "graded", "change fr
 
 def checkpoints(results: Results) -> Iterator[tuple[str, ...]]:
     """CHECKPOINTS of every evaluation of a checkpoint or another model; one row over all harnesses comes last."""
-    for entry in results["checkpoints"]:
-        parts = dict(entry["harnesses"])
-        if len(parts) > 1:
-            parts[ALL] = entry
-        for harness, part in parts.items():
-            update = NOTHING if entry["update"] is None else str(entry["update"])
-            shown = NOTHING if part["interval"] is None else rate({**part, "n": part["graded"]})
-            graded = f"{part['graded']:,} of {part['planned']:,}"
-            yield entry["label"], harness, update, shown, graded, change_points(_change(entry, harness))
+    for entry, harness, part, update in checkpoint_parts(results):
+        shown = NOTHING if part["interval"] is None else rate({**part, "n": part["graded"]})
+        graded = f"{part['graded']:,} of {part['planned']:,}"
+        yield entry["label"], harness, update, shown, graded, change_points(_change(entry, harness))
 
 
 def _change(entry: Results, harness: str) -> Results | None:

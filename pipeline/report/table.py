@@ -177,15 +177,23 @@ def _markdown(headings: Sequence[str], rows: Iterable[Sequence[str]], names: int
     return "\n".join("| " + " | ".join(cells).replace("\n", " ") + " |" for cells in (headings, rule, *rows))
 
 
-def checkpoint_rows(results: Results) -> Iterator[tuple[str, ...]]:
-    """One row a (checkpoint, harness); with several harnesses, one over all of them."""
+def checkpoint_parts(results: Results) -> Iterator[tuple[Results, str, Results, str]]:
+    """(evaluation, harness, its figures, update) of every evaluation of a checkpoint; with several harnesses, one over
+    all of them comes last.
+    """
     for entry in results["checkpoints"]:
         parts = dict(entry["harnesses"])
         if len(parts) > 1:
             parts[ALL] = entry
+        update = NOTHING if entry["update"] is None else str(entry["update"])
         for harness, part in parts.items():
-            update = NOTHING if entry["update"] is None else str(entry["update"])
-            yield entry["label"], harness, update, *_graded_rate(part), f"{part['graded']}/{part['planned']}"
+            yield entry, harness, part, update
+
+
+def checkpoint_rows(results: Results) -> Iterator[tuple[str, ...]]:
+    """One row a (checkpoint, harness); with several harnesses, one over all of them."""
+    for entry, harness, part, update in checkpoint_parts(results):
+        yield entry["label"], harness, update, *_graded_rate(part), f"{part['graded']}/{part['planned']}"
 
 
 def _graded_rate(part: Results) -> tuple[str, str]:
